@@ -1,0 +1,1 @@
+"""The target side and the cache: text in, shards of hidden states out."""

@@ -1,0 +1,1 @@
+"""The drafter side: shards in, a drafter out. Never loads the target to train."""
