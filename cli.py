@@ -1,0 +1,345 @@
+"""The `dflash` command: parse, call, print. What the work is stands in the two packages."""
+
+import dataclasses
+import importlib.resources
+import json
+import shlex
+import shutil
+import sys
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from dflash_cache.errors import DataError, UsageError
+from dflash_cache.options import build, read_yaml
+
+console = Console(highlight=False, soft_wrap=True)
+PATH = click.Path(path_type=Path)
+
+
+class Sentences(click.Group):
+    """Turns the errors that a user can mend into one sentence and an exit code: 2 usage, 1 data."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except UsageError as error:
+            raise click.UsageError(str(error)) from error
+        except DataError as error:
+            raise click.ClickException(str(error)) from error
+        except OSError as error:
+            raise click.ClickException(f"{error.strerror or error}: {error.filename}") from error
+
+
+@click.group(cls=Sentences, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="dflash-train", prog_name="dflash")
+def main() -> None:
+    """Train a DFlash drafter for your own target model.
+
+    `dflash extract` runs the target once and caches its hidden states; `dflash train` trains the
+    drafter from that cache alone; `dflash eval` measures what it drafts. `dflash demo` shows all of
+    it on a small model that ships with the tool.
+    """
+
+
+def config_options(config: type, *, renamed: dict[str, str] | None = None) -> Callable:
+    """A click option for every field of a config dataclass, and `--config FILE.yaml`."""
+    hints = typing.get_type_hints(config)
+
+    def decorate(command: Callable) -> Callable:
+        for field in reversed(dataclasses.fields(config)):
+            command = _option(field, hints[field.name])(command)
+        text = "YAML file with any of these options as keys; the command line wins."
+        return click.option("--config", "config_file", type=PATH, help=text)(command)
+
+    return decorate
+
+
+def _option(field: dataclasses.Field, hint: Any) -> Callable:
+    kinds = [t for t in typing.get_args(hint) or (hint,) if t is not type(None)]
+    name = field.name.replace("_", "-")
+    text = field.metadata["help"]
+    notes = [field.metadata.get("unit", "")]
+    if field.default is dataclasses.MISSING:
+        notes.append("required")
+    elif field.default not in (None, ""):
+        notes.append(f"default: {field.default}")
+    text += f"  [{', '.join(n for n in notes if n)}]" if any(notes) else ""
+    if kinds[0] is bool:
+        return click.option(f"--{name}/--no-{name}", field.name, default=None, help=text)
+    types = {int: click.INT, float: click.FLOAT, Path: PATH}
+    return click.option(f"--{name}", field.name, type=types.get(kinds[0], click.STRING), help=text)
+
+
+def _config(config: type, config_file: Path | None, given: dict[str, Any]) -> Any:
+    content = read_yaml(config_file) if config_file else {}
+    source = str(config_file) if config_file else "command line"
+    return build(config, content, source=source, overrides=given)
+
+
+def _say(line: str) -> None:
+    click.echo(line)
+
+
+def _print_json(value: Any) -> None:
+    click.echo(json.dumps(value, indent=2))
+
+
+# The packages that need torch are imported by the commands, so that `--help` answers at once.
+
+
+def _extract_options(command: Callable) -> Callable:
+    from dflash_cache.extract_config import ExtractConfig
+
+    return config_options(ExtractConfig)(command)
+
+
+def _train_options(command: Callable) -> Callable:
+    from dflash_train.config import TrainConfig
+
+    return config_options(TrainConfig)(command)
+
+
+@main.command()
+@_extract_options
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON at the end.")
+def extract(config_file: Path | None, as_json: bool, **given: Any) -> None:
+    """Run the target once over a JSONL and write its hidden states to a zarr cache.
+
+    Each line of --data is {"text": ...}, {"messages": [{"role", "content"}]}, {"conversations":
+    [{"from", "value"}]}, {"prompt", "response"} or {"input_ids", "loss_mask"}. A tap i is the
+    output of decoder layer i (0-based), which transformers calls hidden_states[i+1]. A run that was
+    stopped continues where it was: finished shards are kept.
+    """
+    from dflash_cache.extract import extract as run
+    from dflash_cache.extract_config import ExtractConfig
+
+    config = _config(ExtractConfig, config_file, given)
+    summary = run(config, report=(lambda line: click.echo(line, err=True)) if as_json else _say)
+    if as_json:
+        _print_json(summary.to_dict())
+    else:
+        console.print(summary.render(), markup=False)
+
+
+@main.command("inspect-shard")
+@click.argument("path", type=PATH)
+@click.option("--tokens", default=64, show_default=True, help="Tokens to decode and show.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+def inspect_shard_command(path: Path, tokens: int, as_json: bool) -> None:
+    """Show what is in a shard (or in a cache, then its first shard): shapes, statistics, checksums.
+
+    Exits with 1 if the shard is damaged.
+    """
+    from dflash_cache.inspector import inspect_shard, render
+
+    report = inspect_shard(path, tokens=tokens)
+    if as_json:
+        _print_json(report.to_dict())
+    else:
+        render(report, console)
+    if report.problems:
+        sys.exit(1)
+
+
+@main.command()
+@_train_options
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON at the end.")
+def train(config_file: Path | None, as_json: bool, **given: Any) -> None:
+    """Train a drafter from a cache; the target is never loaded.
+
+    Writes checkpoints in the layout that z-lab's drafters have (model.safetensors, config.json),
+    the state to resume from, and metrics.jsonl.
+    """
+    from dflash_train.trainer import train as run
+
+    from dflash_train.config import TrainConfig
+
+    config = _config(TrainConfig, config_file, given)
+    summary = run(config, report=(lambda line: click.echo(line, err=True)) if as_json else _say)
+    if as_json:
+        _print_json(summary.to_dict())
+
+
+@main.command("eval")
+@click.option("--model", required=True, help="The target: a folder or a hub id.")
+@click.option("--drafter", required=True, type=PATH, help="A drafter's folder.")
+@click.option("--data", required=True, type=PATH, help="JSONL of prompts, text or chat.")
+@click.option(
+    "--max-new-tokens",
+    default=128,
+    show_default=True,
+    type=click.IntRange(2),
+    help="Where an answer ends if no stop token came before.  [tokens]",
+)
+@click.option("--prompts", type=click.IntRange(1), help="Use the first N.  [default: all]")
+@click.option("--device", default="auto", show_default=True, help="cuda, cpu or auto.")
+@click.option("--dtype", default="auto", show_default=True, help="float32, bfloat16 or auto.")
+@click.option("--revision", help="Revision of a hub id.")
+@click.option("--trust-remote-code", is_flag=True, help="Run code that the model's folder brings.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+def eval_command(
+    model: str,
+    drafter: Path,
+    data: Path,
+    max_new_tokens: int,
+    prompts: int | None,
+    as_json: bool,
+    **loading: Any,
+) -> None:
+    """Measure a drafter: exact greedy speculative decoding against plain decoding.
+
+    tau is the acceptance length: the tokens that one pass of the target emits, bonus included. A
+    prompt is {"text"} (continued), a chat ({"messages"}: its last answer is written anew),
+    {"prompt"} or {"input_ids"}.
+    """
+    from dflash_cache.progress import progress
+    from dflash_train.evaluate import evaluate
+    from dflash_train.speculate import load_speculator
+
+    asked = _prompts(model, data, prompts, loading["trust_remote_code"])
+    speculator = load_speculator(model, drafter, **loading)
+    click.echo(f"target: {speculator.describe()}", err=True)
+    with progress(len(asked) * max_new_tokens, "eval", "tokens") as bar:
+        report = evaluate(speculator, asked, max_new_tokens, advance=bar.advance)
+    if as_json:
+        _print_json(report.to_dict())
+    else:
+        _say(report.render())
+
+
+def _prompts(
+    model: str, data: Path, count: int | None, trust_remote_code: bool = False
+) -> list[tuple[int, list[int]]]:
+    """`(line, token ids)` of the first `count` prompts in a file."""
+    from dflash_cache.corpus import load_tokenizer, read_prompts
+
+    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
+    return [(p.line, p.input_ids.tolist()) for p in read_prompts(data, tokenizer)][:count]
+
+
+@main.command()
+@click.option("--out", default=Path("demo-run"), show_default=True, type=PATH, help="Run's folder.")
+@click.option("--device", default="auto", show_default=True, help="cuda, cpu or auto.")
+@click.option("--steps", type=click.IntRange(1), help="Training steps.  [default: by device]")
+@click.option(
+    "--prompts", default=20, show_default=True, type=click.IntRange(2), help="Prompts to decode."
+)
+@click.option("--overwrite", is_flag=True, help="Remove an earlier run in --out first.")
+@click.pass_context
+def demo(
+    ctx: click.Context, out: Path, device: str, steps: int | None, prompts: int, overwrite: bool
+) -> None:
+    """The whole job on a small trained hybrid target that ships with the tool.
+
+    Extracts a corpus, inspects a shard, trains a drafter, and decodes held-out prompts with three
+    drafters: an untrained one, the one trained here, and the one that ships.
+    """
+    files = _demo_files()
+    _fresh(out, overwrite)
+    device = _device(device)
+    cache, run = out / "hs", out / "run"
+    model = str(files / "target")
+    recipe = str(files / ("train-cuda.yaml" if device == "cuda" else "train-cpu.yaml"))
+    _step(ctx, "extract", f"--config {files / 'extract.yaml'} --model {model} --out {cache} "
+          f"--data {files / 'corpus.jsonl'} --device {device}")  # fmt: skip
+    _step(ctx, "inspect-shard", f"{cache / 'shards' / '000000.zarr'}")
+    more = f" --steps {steps}" if steps else ""
+    _step(ctx, "train", f"--config {recipe} --cache {cache} --out {run} --device {device}{more}")
+    console.print(_demo_table(files, out, device, prompts))
+
+
+def _demo_files() -> Path:
+    """`configs/demo` of a source tree, or its copy in an installed wheel."""
+    beside = Path(__file__).parent / "configs" / "demo"
+    if beside.is_dir():
+        return beside
+    return Path(str(importlib.resources.files("dflash_configs"))) / "demo"
+
+
+def _fresh(out: Path, overwrite: bool) -> None:
+    if out.exists() and not overwrite:
+        raise UsageError(f"{out} exists: give another --out, or --overwrite to remove it")
+    if out.exists():
+        shutil.rmtree(out)
+    out.mkdir(parents=True)
+
+
+def _device(name: str) -> str:
+    import torch
+
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+
+
+def _step(ctx: click.Context, name: str, arguments: str) -> None:
+    """Show a command as a person would type it, and run it."""
+    console.rule(f"[bold]dflash {name}", align="left")
+    console.print(f"$ dflash {name} {arguments}", style="dim", markup=False)
+    command = main.commands[name]
+    with command.make_context(name, shlex.split(arguments), parent=ctx) as inner:
+        command.invoke(inner)
+
+
+def _demo_table(files: Path, out: Path, device: str, count: int) -> Table:
+    """Decode held-out prompts with three drafters; the target alone decodes them once."""
+    from dflash_train.speculate import load_speculator, untrained_copy
+
+    console.rule("[bold]dflash eval, three drafters", align="left")
+    model, data = str(files / "target"), files / "prompts.jsonl"
+    console.print(f"$ dflash eval --model {model} --drafter DRAFTER --data {data}", style="dim")
+    trained = load_speculator(model, out / "run" / "drafter", device=device, dtype="float32")
+    console.print(f"target: {trained.describe()}", markup=False)
+    drafters = {
+        "untrained": trained.with_drafter(untrained_copy(trained.drafter)),
+        "trained here": trained,
+        "shipped": trained.with_drafter_from(files / "drafter"),
+    }
+    reports = _decode_all(drafters, _prompts(model, data, count), max_new_tokens=128)
+    (out / "eval.json").write_text(
+        json.dumps({name: r.to_dict() for name, r in reports.items()}, indent=2) + "\n"
+    )
+    return _table_of(reports)
+
+
+def _decode_all(drafters: dict[str, Any], prompts: list, max_new_tokens: int) -> dict[str, Any]:
+    from dflash_cache.progress import progress
+    from dflash_train.evaluate import evaluate
+
+    reports: dict[str, Any] = {}
+    plain = None
+    with progress(len(drafters) * len(prompts) * max_new_tokens, "eval", "tokens") as bar:
+        for name, speculator in drafters.items():
+            reports[name] = evaluate(speculator, prompts, max_new_tokens, plain, bar.advance)
+            plain = [r.plain for r in reports[name].results]
+    return reports
+
+
+def _table_of(reports: dict[str, Any]) -> Table:
+    from dflash_train.evaluate import paired_gain
+
+    table = Table(title="held-out prompts, greedy: plain decoding against speculative")
+    for column in ("drafter", "tau", "95 %", "gain over untrained", "identical outputs", "speed"):
+        table.add_column(column, justify="left" if column == "drafter" else "right")
+    for name, report in reports.items():
+        low, high = report.tau_interval()
+        mean, least, most = paired_gain(report, reports["untrained"])
+        gain = "" if name == "untrained" else f"{mean:+.2f} ({least:+.2f} to {most:+.2f})"
+        speculative, plain = report.speeds()
+        table.add_row(
+            name,
+            f"{report.tau:.2f}",
+            f"{low:.2f} to {high:.2f}",
+            gain,
+            f"{report.identical}/{len(report.results)}",
+            f"{speculative / plain:.2f}x",
+        )
+    return table
+
+
+if __name__ == "__main__":
+    main()

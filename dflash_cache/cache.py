@@ -1,0 +1,279 @@
+"""The directory of a cache: manifest, plan, target files, shards present and missing."""
+
+import hashlib
+import json
+import shutil
+import threading
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dflash_cache.durable import publish
+from dflash_cache.errors import DataError, UsageError
+from dflash_cache.packing import HELDOUT, TRAIN, Plan, load_plan, save_plan
+from dflash_cache.shard import Geometry, Shard
+from dflash_cache.target_files import (
+    FrozenTarget,
+    digest_files,
+    load_frozen,
+    save_frozen,
+)
+
+__all__ = [
+    "Cache",
+    "FrozenTarget",
+    "Manifest",
+    "create_cache",
+    "load_frozen",
+    "save_frozen",
+]
+
+FORMAT_VERSION = 1
+OPEN_SHARDS = 1024
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What `manifest.json` holds.
+
+    `taps`: 0-based ids of the decoder layers whose outputs are stored, in order. `identity`: what
+    else binds the cache (target, revision, tokenizer, chat template, corpus digest, split, ...),
+    JSON values only. `target_digest`: sha256 of each file of `target/`, filled in by
+    `create_cache`. `created` and `versions` are recorded, not compared.
+    """
+
+    geometry: Geometry
+    taps: tuple[int, ...]
+    identity: dict[str, Any]
+    plan_digest: str
+    target_digest: dict[str, str] = field(default_factory=dict)
+    created: str = field(default_factory=_now)
+    versions: dict[str, str] = field(default_factory=dict)
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def encoding(self) -> str:
+        return self.geometry.encoding
+
+    def to_json(self) -> str:
+        """Canonical JSON: sorted keys, two spaces, a newline at the end."""
+        return json.dumps(asdict(self), indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+
+    @staticmethod
+    def from_json(text: str, where: str = "manifest.json") -> "Manifest":
+        """Parse; `DataError` names the file for broken JSON, a missing key, another version."""
+        try:
+            raw = json.loads(text)
+            version = raw["format_version"]
+            if version != FORMAT_VERSION:
+                raise DataError(
+                    f"{where}: format version {version!r} is not {FORMAT_VERSION}, the one that "
+                    "this program reads; extract again or use a matching release"
+                )
+            geometry = Geometry(**raw.pop("geometry"))
+            return Manifest(geometry=geometry, taps=tuple(raw.pop("taps")), **raw)
+        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(f"{where}: the manifest cannot be read ({error})") from error
+
+    def digest(self) -> str:
+        """sha256 hex of `to_json`; every shard repeats it."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+
+class Cache:
+    """An existing cache folder. Reading it takes no lock and changes nothing."""
+
+    def __init__(self, path: Path, manifest: Manifest, plan: Plan):
+        self.path, self.manifest, self.plan = path, manifest, plan
+        self.geometry = manifest.geometry
+        self._shards: OrderedDict[int, Shard] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @staticmethod
+    def open(path: Path | str) -> "Cache":
+        """Open a cache: `UsageError` if there is none, `DataError` if it is damaged."""
+        path = Path(path)
+        file = path / "manifest.json"
+        if not file.is_file():
+            raise UsageError(f"{path} is not a cache: there is no manifest.json in it")
+        try:
+            text = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{file}: the manifest is not UTF-8 text ({error})") from error
+        manifest = Manifest.from_json(text, str(file))
+        plan = load_plan(path / "plan.zarr")
+        if plan.digest() != manifest.plan_digest:
+            raise DataError(f"{path}: plan.zarr is not the plan that manifest.json names")
+        return Cache(path, manifest, plan)
+
+    @property
+    def target_dir(self) -> Path:
+        return self.path / "target"
+
+    @property
+    def staging_dir(self) -> Path:
+        return self.path / "staging"
+
+    def shard_path(self, k: int) -> Path:
+        """`shards/000012.zarr`; it exists if and only if the shard is complete."""
+        return self.path / "shards" / f"{k:06d}.zarr"
+
+    def missing(self) -> list[int]:
+        """Numbers of the shards that are not there (yet)."""
+        return [k for k in range(self.plan.shards) if not self.shard_path(k).is_dir()]
+
+    def shard(self, k: int) -> Shard:
+        """The opened shard `k`; thread safe, the last `OPEN_SHARDS` stay open."""
+        with self._lock:
+            if k in self._shards:
+                self._shards.move_to_end(k)
+                return self._shards[k]
+        shard = Shard.open(self.shard_path(k), self.geometry)
+        with self._lock:
+            self._shards[k] = shard
+            if len(self._shards) > OPEN_SHARDS:
+                self._shards.popitem(last=False)
+        return shard
+
+    def rows(self, split: str) -> list[int]:
+        """Global row numbers of `"train"` or `"heldout"` in the shards that are present."""
+        if split not in ("train", "heldout"):
+            raise UsageError(f"split {split!r} is not known; it is 'train' or 'heldout'")
+        wanted = TRAIN if split == "train" else HELDOUT
+        rows = np.flatnonzero(self.plan.row_split == wanted)
+        gone = self.missing()
+        return rows[~np.isin(rows // self.geometry.rows_per_shard, gone)].tolist()
+
+    def locate(self, row: int) -> tuple[Shard, int]:
+        """(shard, row within it) of a global row number."""
+        if not 0 <= row < self.plan.rows:
+            raise UsageError(
+                f"row {row} does not exist; the cache has rows 0..{self.plan.rows - 1}"
+            )
+        k, inside = divmod(row, self.geometry.rows_per_shard)
+        return self.shard(k), inside
+
+    def check_identity(self, wanted: Manifest) -> None:
+        """`DataError` naming the first field in which this cache is not the wanted one."""
+        for name, have, want in _identity_fields(self.manifest, wanted):
+            if have != want:
+                raise DataError(
+                    f"this cache was made for {name} {_show(have)}, not {_show(want)}; "
+                    f"use another --out or the same {name} ({self.path})"
+                )
+
+    def verify_target(self) -> list[str]:
+        """Problems of the files in `target/`: missing, unexpected or changed ones."""
+        have, want = digest_files(self.target_dir), self.manifest.target_digest
+        problems = [f"target/{name}: missing" for name in sorted(want.keys() - have.keys())]
+        problems += [
+            f"target/{name}: its sha256 is not the one in manifest.json"
+            for name in sorted(want.keys() & have.keys())
+            if want[name] != have[name]
+        ]
+        return problems
+
+    def verify_shard(self, k: int) -> list[str]:
+        """All problems of a shard: its own files, and whether it belongs to this cache."""
+        path = self.shard_path(k)
+        try:
+            shard = Shard.open(path, self.geometry, check=False)
+        except DataError as error:
+            return [str(error)]
+        return shard.verify() + self.foreign_problems(shard, k)
+
+    def foreign_problems(self, shard: Shard, k: int) -> list[str]:
+        """Whether an opened shard belongs to this cache, as its number `k`."""
+        rows = self.plan.shard_rows(k)
+        attributes, name = shard.attributes, shard.path.name
+        expected = {"manifest_digest": self.manifest.digest(), "row_range": [rows.start, rows.stop]}
+        problems = [
+            f"{name}: attribute {key} is {attributes.get(key)!r}, this cache expects {value!r}"
+            for key, value in expected.items()
+            if attributes.get(key) != value
+        ]
+        if shard.rows != len(rows):
+            problems.append(f"{name}: {shard.rows} rows, the plan has {len(rows)}")
+        want = int(np.isin(self.plan.doc_row, rows).sum())
+        have, skipped = attributes.get("documents"), len(attributes.get("skipped") or [])
+        if not isinstance(have, int) or have + skipped != want:
+            problems.append(
+                f"{name}: {have} documents and {skipped} skipped, the plan has {want} in its rows"
+            )
+        return problems
+
+
+def _flatten(prefix: str, value: Any) -> dict[str, Any]:
+    if isinstance(value, dict) and value:
+        parts = (_flatten(f"{prefix}.{key}" if prefix else str(key), v) for key, v in value.items())
+        return {key: v for part in parts for key, v in part.items()}
+    return {prefix: value}
+
+
+def _identity_fields(have: Manifest, want: Manifest) -> list[tuple[str, Any, Any]]:
+    """(name, of `have`, of `want`); what people choose first, what follows from it last."""
+    pairs = [("taps", list(have.taps), list(want.taps))]
+    left, right = have.geometry.to_dict(), want.geometry.to_dict()
+    pairs += [(n, left[n], right[n]) for n in ("seq_len", "hidden", "encoding")]
+    # Through JSON, so that a tuple of the caller equals the list in the file.
+    left, right = (_flatten("", json.loads(json.dumps(m.identity))) for m in (have, want))
+    pairs += [(n, left.get(n), right.get(n)) for n in sorted(left.keys() | right.keys())]
+    pairs.append(("rows_per_shard", have.geometry.rows_per_shard, want.geometry.rows_per_shard))
+    pairs.append(("plan digest", have.plan_digest, want.plan_digest))
+    return pairs
+
+
+def _show(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def create_cache(
+    path: Path | str, manifest: Manifest, plan: Plan, save_target: Callable[[Path], None]
+) -> Cache:
+    """Create the cache folder, or open the one that is there if it is the same.
+
+    `save_target(folder)` writes the files of `target/`. All is written beside the final place and
+    renamed into it, so that of several creators one wins and the others open its cache. Raises
+    `DataError` naming the field if an existing cache is another one.
+    """
+    path = Path(path)
+    if not (path / "manifest.json").is_file():
+        _refuse_foreign_folder(path)
+        _create(path, manifest, plan, save_target)
+    cache = Cache.open(path)
+    cache.check_identity(manifest)
+    return cache
+
+
+def _refuse_foreign_folder(path: Path) -> None:
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise UsageError(f"{path} exists and is not a cache; give another --out or remove it")
+
+
+def _create(
+    path: Path, manifest: Manifest, plan: Plan, save_target: Callable[[Path], None]
+) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staged = path.parent / f".creating-{path.name}-{uuid.uuid4().hex[:12]}"
+    try:
+        for name in ("target", "staging", "shards"):
+            (staged / name).mkdir(parents=True)
+        save_target(staged / "target")
+        save_plan(plan, staged / "plan.zarr")
+        manifest = replace(
+            manifest, plan_digest=plan.digest(), target_digest=digest_files(staged / "target")
+        )
+        (staged / "manifest.json").write_text(manifest.to_json(), encoding="utf-8")
+        publish(staged, path)
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)

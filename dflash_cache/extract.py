@@ -1,0 +1,200 @@
+"""Fill a cache: corpus -> plan -> create or open the cache -> the job (extract_job.py)."""
+
+import hashlib
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dflash_cache.cache import Cache, Manifest, create_cache, save_frozen
+from dflash_cache.corpus import Document, load_tokenizer, read_corpus
+from dflash_cache.encoding import get_encoding
+from dflash_cache.errors import UsageError
+from dflash_cache.extract_job import ExtractSummary, Job, versions
+from dflash_cache.geometry import Geometry
+from dflash_cache.identity import check_model_path
+from dflash_cache.packing import Plan, make_plan
+from dflash_cache.target import Target
+
+SHARD_BYTES = 1 << 30
+TAP_CONVENTION = "tap i is the output of the 0-based decoder layer i, before the final norm"
+
+__all__ = ["ExtractConfig", "ExtractSummary", "extract"]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class ExtractConfig:
+    """What `extract` does.
+
+    model: folder or hub id of the target. data: a JSONL corpus. out: the cache folder. taps:
+    increasing 0-based layer ids (None: five default ones). seq_len: tokens a row. rows_per_shard:
+    None for about 1 GiB of states a shard. batch_rows: rows a forward pass. heldout: share of the
+    records held out. encoding: how states are stored. dtype: "auto" (float32 on the CPU, bfloat16
+    on CUDA) or a name. device: "auto", "cpu", "cuda" or "cuda:N". rank, world: which of how many
+    workers this is (None: from the environment of torchrun or SLURM). template_options: handed to
+    the chat template.
+    """
+
+    model: str
+    data: Path
+    out: Path
+    taps: tuple[int, ...] | None = None
+    seq_len: int = 4096
+    rows_per_shard: int | None = None
+    batch_rows: int = 1
+    heldout: float = 0.02
+    encoding: str = "bf16"
+    dtype: str = "auto"
+    device: str = "auto"
+    revision: str | None = None
+    trust_remote_code: bool = False
+    rank: int | None = None
+    world: int | None = None
+    template_options: dict[str, Any] = field(default_factory=dict)
+
+
+def place_of_worker(config: ExtractConfig) -> tuple[int, int]:
+    """(rank, world): the config's, else torchrun's, else SLURM's, else (0, 1)."""
+    names = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))
+    found = [
+        (os.environ[r], os.environ[w]) for r, w in names if r in os.environ and w in os.environ
+    ]
+    rank, world = (int(x) for x in (found or [("0", "1")])[0])
+    rank = rank if config.rank is None else config.rank
+    world = world if config.world is None else config.world
+    if not 0 <= rank < world:
+        raise UsageError(f"rank {rank} is not one of the {world} workers 0..{world - 1}")
+    return rank, world
+
+
+def choose_device(name: str) -> torch.device:
+    """ "auto" is CUDA if there is one; "cuda" the GPU of this process."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and "LOCAL_RANK" in os.environ:
+        # One process a GPU under torchrun.
+        name = f"cuda:{os.environ['LOCAL_RANK']}"
+    if name.split(":")[0] not in ("cpu", "cuda"):
+        raise UsageError(f"device {name!r} is not known; it is auto, cpu, cuda or cuda:N")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise UsageError("device cuda was asked for, but torch sees no CUDA GPU here; use cpu")
+    return torch.device(name)
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if name not in DTYPES:
+        raise UsageError(f"dtype {name!r} is not known; it is auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def extract(config: ExtractConfig, report: Callable[[str], None] = print) -> ExtractSummary:
+    """Fill the cache `config.out`; shards that are there are left alone, so a run may be resumed.
+
+    Raises `UsageError` for what the user can mend in the call, `DataError` for a broken corpus, a
+    cache made for something else, or too many documents with unusable states. Whatever happens,
+    only whole shards stay.
+    """
+    started = time.monotonic()
+    check_model_path(config.model)
+    get_encoding(config.encoding)
+    if config.batch_rows < 1:
+        raise UsageError(f"batch_rows is {config.batch_rows}; a batch needs at least 1 row")
+    device, place = choose_device(config.device), place_of_worker(config)
+    tokenizer = load_tokenizer(config.model, config.trust_remote_code, config.revision)
+    documents, corpus = read_corpus(
+        config.data, tokenizer, template_options=config.template_options
+    )
+    for reason, lines in corpus.skipped.items():
+        report(f"corpus: {len(lines)} skipped, {reason} (first: line {lines[0]})")
+    target = _load_target(config, device)
+    plan, geometry = plan_rows(config, documents, target)
+    report(f"plan: {_describe_plan(plan, geometry)}")
+    cache = _open_cache(config, target, tokenizer, plan, geometry)
+    job = Job(cache, target, documents, config.batch_rows, report)
+    job.run(*place)
+    return job.summary(time.monotonic() - started)
+
+
+def _load_target(config: ExtractConfig, device: torch.device) -> Target:
+    return Target.load(
+        config.model,
+        taps=config.taps,
+        device=str(device),
+        dtype=choose_dtype(config.dtype, device),
+        trust_remote_code=config.trust_remote_code,
+        revision=config.revision,
+    )
+
+
+def plan_rows(
+    config: ExtractConfig, documents: list[Document], target: Target
+) -> tuple[Plan, Geometry]:
+    """The plan and the geometry that follow from the corpus, the config and the target's shape."""
+    geometry = Geometry(config.seq_len, 1, len(target.taps), target.hidden, config.encoding)
+    rows = config.rows_per_shard
+    plan = make_plan(
+        documents,
+        seq_len=config.seq_len,
+        rows_per_shard=max(1, SHARD_BYTES // geometry.row_bytes) if rows is None else rows,
+        heldout=config.heldout,
+    )
+    plan = replace(plan, rows_per_shard=min(plan.rows_per_shard, plan.rows))
+    return plan, replace(geometry, rows_per_shard=plan.rows_per_shard)
+
+
+def _describe_plan(plan: Plan, geometry: Geometry) -> str:
+    cut = f", {plan.truncated} documents cut to {plan.seq_len} tokens" if plan.truncated else ""
+    size = plan.rows * geometry.row_bytes / 2**30
+    return (
+        f"{plan.documents:,} documents, {plan.tokens:,} tokens in {plan.rows:,} rows "
+        f"({100 * plan.fill:.1f} % full), {plan.shards} shards, {size:.2f} GiB{cut}"
+    )
+
+
+def _open_cache(
+    config: ExtractConfig, target: Target, tokenizer: Any, plan: Plan, geometry: Geometry
+) -> Cache:
+    manifest = Manifest(
+        geometry=geometry,
+        taps=target.taps,
+        identity=identity(config, target, tokenizer, plan),
+        plan_digest=plan.digest(),
+        versions=versions(),
+    )
+    frozen = target.frozen()
+
+    def save_target(folder: Path) -> None:
+        head = None if frozen.tied else frozen.head
+        config_dict = target.config.to_dict()
+        save_frozen(folder, frozen.embed, head, frozen.norm, config_dict, tokenizer)
+
+    return create_cache(config.out, manifest, plan, save_target)
+
+
+def identity(config: ExtractConfig, target: Target, tokenizer: Any, plan: Plan) -> dict[str, Any]:
+    """All that the states depend on besides taps and geometry: JSON values."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    vocabulary = (
+        backend.to_str() if backend is not None else str(sorted(tokenizer.get_vocab().items()))
+    )
+    return {
+        "model": target.identity(),
+        "tap_convention": TAP_CONVENTION,
+        "tokenizer": _sha256(vocabulary),
+        "chat_template": _sha256(str(tokenizer.chat_template)),
+        "template_options": config.template_options,
+        "corpus": hashlib.sha256(plan.doc_digest.tobytes()).hexdigest(),
+        "heldout": config.heldout,
+    }
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

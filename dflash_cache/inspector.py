@@ -1,0 +1,221 @@
+"""What a person sees of a shard or a cache: everything is recomputed from the data."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dflash_cache.cache import Cache
+from dflash_cache.corpus import load_tokenizer
+from dflash_cache.errors import DataError, UsageError
+from dflash_cache.packing import HELDOUT
+from dflash_cache.shard import Shard
+from dflash_cache.shard_report import ArrayInfo, ShardReport, TapInfo, TextRun, render
+from dflash_cache.tapstats import add_row, empty_sums, summarize
+
+__all__ = ["ShardReport", "inspect_shard", "render"]
+
+# Sums in another order (on a GPU, say) differ by rounding only.
+TOLERANCE = 1e-6
+
+
+def inspect_shard(path: Path | str, *, tokens: int = 64, tokenizer: Any = None) -> ShardReport:
+    """Read a shard as a whole and report on it; of a cache its first shard, with a header.
+
+    `tokens`: how many tokens of the first row to decode, with `tokenizer` or the one in the
+    cache's `target/`. Damage is reported in `problems` and does not raise. Raises `UsageError` if
+    the path is neither a shard nor a cache, `DataError` for a cache whose manifest or plan is
+    damaged or that has no shards yet.
+    """
+    path = Path(path)
+    if (path / "manifest.json").is_file():
+        place = _first_shard(Cache.open(path))
+    elif _looks_like_a_shard(path):
+        place = _find_cache(path)
+    else:
+        raise UsageError(f"{path} is neither a shard nor a cache; give the path of one of them")
+    report = ShardReport(str(place.path), problems=list(place.problems))
+    if place.header:
+        report.cache = place.header
+    try:
+        shard = Shard.open(place.path, place.cache and place.cache.geometry, check=False)
+    except DataError as error:
+        report.problems.append(str(error))
+        return report
+    _fill(report, shard, place)
+    _decode(report, shard, place.cache, tokens, tokenizer)
+    return report
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where the shard lies: in which cache, under which number."""
+
+    path: Path
+    cache: Cache | None = None
+    number: int | None = None
+    header: dict[str, Any] | None = None
+    problems: tuple[str, ...] = ()
+
+
+def _looks_like_a_shard(path: Path) -> bool:
+    named = path.suffix == ".zarr" and path.parent.name == "shards"
+    return path.is_dir() and (named or (path / "states").is_dir())
+
+
+def _find_cache(path: Path) -> _Place:
+    root = path.resolve().parent.parent
+    if path.resolve().parent.name != "shards" or not (root / "manifest.json").is_file():
+        return _Place(path)
+    try:
+        cache = Cache.open(root)
+    except DataError as error:
+        return _Place(path, problems=(str(error),))
+    number = int(path.stem) if path.stem.isdigit() else -1
+    if not 0 <= number < cache.plan.shards:
+        return _Place(path, cache, problems=(f"{path}: the plan has no shard of that name",))
+    return _Place(path, cache, number)
+
+
+def _first_shard(cache: Cache) -> _Place:
+    missing = set(cache.missing())
+    number = next((k for k in range(cache.plan.shards) if k not in missing), None)
+    if number is None:
+        raise DataError(f"{cache.path}: the cache has no shards yet; extract them")
+    plan = cache.plan
+    header = {
+        "path": str(cache.path),
+        "target": cache.manifest.identity.get("target", "not recorded"),
+        "taps": list(cache.manifest.taps),
+        "geometry": cache.geometry.to_dict(),
+        "shards": f"{plan.shards - len(missing)} of {plan.shards} present",
+        "rows": f"{plan.rows:,}, of them {int((plan.row_split == HELDOUT).sum()):,} held out",
+        "documents": f"{plan.documents:,} ({plan.truncated:,} cut to {plan.seq_len} tokens)",
+        "tokens": f"{plan.tokens:,} ({plan.fill:.1%} of the places)",
+        "created": cache.manifest.created,
+    }
+    return _Place(cache.shard_path(number), cache, number, header)
+
+
+def _fill(report: ShardReport, shard: Shard, place: _Place) -> None:
+    report.rows, report.encoding = shard.rows, shard.geometry.encoding
+    report.arrays = [_array(shard, name) for name in shard.layouts]
+    report.states_bytes = report.arrays[0].bytes
+    files = [p.stat().st_size for p in shard.path.rglob("*") if p.is_file()]
+    report.total_bytes = sum(files)
+    for name in ("kernels", "versions", "skipped"):
+        setattr(report, name, shard.attributes.get(name, getattr(report, name)))
+    report.problems += shard.metadata_problems() + shard.chunk_problems()
+    if place.cache is not None and place.number is not None:
+        _fill_from_cache(report, shard, place.cache, place.number)
+    sums = _read_rows(report, shard)
+    _count(report, shard)
+    _fill_taps(report, shard, sums, place.cache.manifest.taps if place.cache else None)
+
+
+def _array(shard: Shard, name: str) -> ArrayInfo:
+    layout = shard.layouts[name]
+    files = [p for p in layout.folder.rglob("*") if p.is_file() and p.name != "zarr.json"]
+    size = sum(p.stat().st_size for p in files)
+    return ArrayInfo(name, list(layout.shape), str(layout.dtype), size)
+
+
+def _fill_from_cache(report: ShardReport, shard: Shard, cache: Cache, number: int) -> None:
+    rows = cache.plan.shard_rows(number)
+    split = cache.plan.row_split[rows.start : rows.stop]
+    heldout = int((split == HELDOUT).sum())
+    report.split = {"train": len(split) - heldout, "heldout": heldout}
+    report.problems += cache.foreign_problems(shard, number)
+
+
+def _read_rows(report: ShardReport, shard: Shard) -> Tensor:
+    """Check every row and add up the statistics of those that can be read."""
+    sums = empty_sums(shard.geometry.taps)
+    bits = np.empty(shard.geometry.row_shape, dtype=shard.geometry.dtype)
+    for row in range(shard.rows):
+        try:
+            shard.read_states(row, bits)
+            found = shard.verify_row(row, bits)
+            document = shard.read_tokens(row).document
+            add_row(sums, torch.from_numpy(bits), torch.from_numpy(document), report.encoding)
+            found += _zero_problems(row, bits, document)
+        except (DataError, OSError) as error:
+            found = [str(error)]
+        report.checked += 1
+        report.bad += found
+    report.problems += [problem for problem in report.bad if problem not in report.problems]
+    return sums
+
+
+def _zero_problems(row: int, bits: np.ndarray, document: np.ndarray) -> list[str]:
+    zero = ~bits.reshape(len(bits), -1).any(axis=1) & (document != 0)
+    return [f"row {row}: {zero.sum()} tokens have all-zero states"] if zero.any() else []
+
+
+def _count(report: ShardReport, shard: Shard) -> None:
+    for row in range(shard.rows):
+        try:
+            tokens = shard.read_tokens(row)
+        except (DataError, OSError):
+            continue  # named by `_read_rows`
+        report.tokens += int(np.count_nonzero(tokens.document))
+        report.documents += len(np.unique(tokens.document[tokens.document != 0]))
+        report.supervised_share += int(np.count_nonzero(tokens.loss_mask))
+    report.supervised_share /= max(report.tokens, 1)
+    report.fill = report.tokens / (shard.rows * shard.geometry.seq_len)
+    report.bytes_per_token = report.states_bytes / max(report.tokens, 1)
+
+
+def _fill_taps(
+    report: ShardReport, shard: Shard, sums: Tensor, layers: tuple[int, ...] | None
+) -> None:
+    found = summarize(sums)
+    recorded = shard.attributes.get("tap_stats")
+    for tap in range(shard.geometry.taps):
+        numbers = {name: values[tap] for name, values in found.items()}
+        agrees = _agrees(numbers, recorded, tap)
+        layer = layers[tap] if layers and tap < len(layers) else None
+        report.taps.append(TapInfo(layer=layer, agrees=agrees, **numbers))
+        if not agrees:
+            report.problems.append(f"tap {tap}: the attributes record other statistics")
+        if numbers["nonfinite"]:
+            report.problems.append(f"tap {tap}: {numbers['nonfinite']} values are not finite")
+
+
+def _agrees(numbers: dict[str, Any], recorded: Any, tap: int) -> bool:
+    try:
+        other = {name: float(recorded[name][tap]) for name in numbers}
+    except (KeyError, IndexError, TypeError, ValueError):
+        return False
+    allowed = TOLERANCE * max(numbers["absmax"], 1e-30)
+    return all(abs(other[name] - numbers[name]) <= allowed for name in numbers)
+
+
+def _decode(
+    report: ShardReport, shard: Shard, cache: Cache | None, count: int, tokenizer: Any
+) -> None:
+    try:
+        tokenizer = tokenizer or _cache_tokenizer(cache)
+        row = shard.read_tokens(0)
+    except (UsageError, DataError, OSError) as error:
+        report.text_note = str(error)
+        return
+    used = min(count, int(np.count_nonzero(row.document)))
+    document, mask = row.document[:used], row.loss_mask[:used] != 0
+    changes = 1 + np.flatnonzero((np.diff(document) != 0) | (np.diff(mask.astype(int)) != 0))
+    for first, last in zip([0, *changes], [*changes, used], strict=True):
+        if last > first:
+            text = tokenizer.decode(row.input_ids[first:last].tolist(), skip_special_tokens=False)
+            report.text.append(TextRun(text, bool(mask[first]), int(document[first])))
+
+
+def _cache_tokenizer(cache: Cache | None) -> Any:
+    if cache is None:
+        raise UsageError("the shard lies in no cache, so there is no tokenizer")
+    names = [p.name for p in cache.target_dir.glob("*token*")]
+    if not names:
+        raise UsageError(f"{cache.target_dir} holds no tokenizer")
+    return load_tokenizer(str(cache.target_dir))

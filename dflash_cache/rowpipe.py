@@ -1,0 +1,142 @@
+"""From the device to the shard: copied to pinned memory, checked and written by one thread."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dflash_cache.encoding import decode, encode
+from dflash_cache.geometry import Geometry
+from dflash_cache.health import Guard, extremes, what_is_wrong
+from dflash_cache.packing import Plan, RowTokens
+from dflash_cache.shard_writer import ShardWriter
+from dflash_cache.tapstats import add_row, empty_sums
+
+DEPTH = 2
+
+
+class WriterThread:
+    """One thread with a bounded queue; an exception in it reaches the caller at the next call."""
+
+    def __init__(self, depth: int = DEPTH):
+        self.depth = depth
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="shard-writer")
+        self._pending: deque[Future] = deque()
+
+    def submit(self, job: Callable[..., object], *arguments: Any) -> None:
+        """Queue a job; waits while `depth` jobs are pending."""
+        self._wait(self.depth - 1)
+        self._pending.append(self._pool.submit(job, *arguments))
+
+    def drain(self) -> None:
+        """Wait for all jobs."""
+        self._wait(0)
+
+    def _wait(self, left: int) -> None:
+        while len(self._pending) > left:
+            self._pending.popleft().result()
+
+    def close(self) -> None:
+        """Drop what has not begun and wait for what has; the thread is gone afterwards."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+class HostSlot:
+    """Host memory of a batch, pinned for CUDA: bits [B, S, T, D], extremes [B, 2, S, T], sums."""
+
+    def __init__(self, rows: int, geometry: Geometry, device: torch.device):
+        pinned = device.type == "cuda"
+        bits = torch.empty(0, dtype=torch.uint16).new_empty
+        shape = (rows, geometry.seq_len, geometry.taps)
+        self.bits = bits((*shape, geometry.hidden), pin_memory=pinned)
+        self.extremes = torch.empty(rows, 2, *shape[1:], pin_memory=pinned)
+        self.sums = torch.empty(rows, 5, geometry.taps, dtype=torch.float64, pin_memory=pinned)
+        self.event = torch.cuda.Event() if pinned else None
+
+    def fill(self, states: Tensor, document: Tensor, encoding: str) -> None:
+        """Encode states [b, S, T, D] on their device and start copying; padding becomes zero."""
+        document = document.to(states.device)
+        states.masked_fill_(document[..., None, None] == 0, 0)
+        bits = encode(states, encoding)
+        sums = [empty_sums(states.shape[2], states.device) for _ in document]
+        for row, total in enumerate(sums):
+            add_row(total, bits[row], document[row], encoding)
+        pairs = (
+            (self.bits, bits),
+            (self.extremes, extremes(decode(bits, encoding))),
+            (self.sums, torch.stack(sums)),
+        )
+        for host, device in pairs:
+            host[: len(document)].copy_(device, non_blocking=True)
+        if self.event is not None:
+            self.event.record()
+
+    def wait(self) -> None:
+        """Until the copies are there; for the writer thread."""
+        if self.event is not None:
+            self.event.synchronize()
+
+
+@dataclass
+class OpenShard:
+    """A shard being written: its writer, its rows, and the documents that it leaves out."""
+
+    number: int
+    rows: range
+    writer: ShardWriter
+    skipped: list[dict]
+
+
+@dataclass(frozen=True)
+class RowSink:
+    """The jobs of the writer thread."""
+
+    plan: Plan
+    guard: Guard
+
+    def write(self, shard: OpenShard, slot: HostSlot, rows: Sequence[int], tokens: list) -> None:
+        """Write the global `rows` that lie in `slot`, without their broken documents."""
+        slot.wait()
+        for i, row in enumerate(rows):
+            bits, sums = slot.bits[i].numpy(), slot.sums[i]
+            bad = self._bad_documents(row, slot.extremes[i].numpy())
+            self.guard.add(bad, len(self.plan.row_documents(row)))
+            kept = blank(bits, tokens[i], bad)
+            shard.skipped += bad
+            shard.writer.write_row(row - shard.rows.start, bits, kept, None if bad else sums)
+
+    def _bad_documents(self, row: int, least_largest: np.ndarray) -> list[dict]:
+        plan, bad = self.plan, []
+        for index in self.plan.row_documents(row):
+            start = int(plan.doc_start[index])
+            stop = start + int(plan.doc_length[index])
+            reason = what_is_wrong(*least_largest[:, start:stop])
+            if reason:
+                entry = {"row": row, "document": int(plan.doc_number[index]), "start": start}
+                line = int(plan.doc_line[index])
+                bad.append({**entry, "stop": stop, "line": line, "reason": reason})
+        return bad
+
+    def finish(self, shard: OpenShard, attributes: dict[str, Any]) -> None:
+        """Publish the shard, unless too many documents were broken."""
+        self.guard.check_shard()
+        shard.writer.finish({**attributes, "skipped": shard.skipped})
+
+
+def blank(bits: np.ndarray, tokens: RowTokens, bad: list[dict]) -> RowTokens:
+    """Zero the states of the bad documents in place; their tokens become padding in the copy."""
+    if not bad:
+        return tokens
+    names = ("input_ids", "loss_mask", "document", "position")
+    arrays = {name: getattr(tokens, name).copy() for name in names}
+    for entry in bad:
+        place = slice(entry["start"], entry["stop"])
+        bits[place] = 0
+        for array in arrays.values():
+            array[place] = 0
+    return replace(tokens, **arrays)

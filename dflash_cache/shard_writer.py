@@ -1,0 +1,199 @@
+"""Writing one shard: rows into a staging folder, attributes last, then one rename."""
+
+import os
+import re
+import shutil
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import zarr
+from torch import Tensor
+from zarr.codecs import BytesCodec
+from zarr.storage import LocalStore
+
+from dflash_cache.durable import publish
+from dflash_cache.encoding import get_encoding
+from dflash_cache.geometry import Geometry
+from dflash_cache.packing import RowTokens
+from dflash_cache.shard_layout import ROW_ARRAYS, STATES, crc32c, metadata_digest
+from dflash_cache.tapstats import add_row, empty_sums, merge_sums, summarize
+
+SHARD_VERSION = 1
+A_DAY = 24 * 3600
+# The zarrs pipeline writes in place, which tears a chunk when killed; zarr's own does not.
+ZARR_SETTINGS = {
+    "codec_pipeline.path": "zarr.core.codec_pipeline.BatchedCodecPipeline",
+    "async.concurrency": 4,
+    "threading.max_workers": 2,
+}
+
+
+class ShardWriter:
+    """Writes one shard; what it has written is invisible until `finish`.
+
+    `final` is the shard's path (`.../shards/000007.zarr`), `staging_root` a folder of the same file
+    system, `rows` the number of rows (fewer than R in the last shard only). A context manager:
+    leaving it without `finish`, by an error say, removes the staging folder.
+    """
+
+    def __init__(self, final: Path, staging_root: Path, geometry: Geometry, rows: int):
+        if not 1 <= rows <= geometry.rows_per_shard:
+            raise ValueError(f"a shard has 1 to {geometry.rows_per_shard} rows, not {rows}")
+        self.final, self.geometry, self.rows = final, geometry, rows
+        self.path = staging_root / staging_name(final.name.split(".")[0])
+        # The name holds this process: a folder that is there is our own, left by an error.
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.path.mkdir(parents=True)
+        self._tokens = {n: np.zeros((rows, geometry.seq_len), d) for n, d in ROW_ARRAYS.items()}
+        self._crcs: dict[int, int] = {}
+        self._sums = empty_sums(geometry.taps)
+        with zarr.config.set(ZARR_SETTINGS):
+            self._group = zarr.create_group(store=LocalStore(self.path), zarr_format=3)
+            self._states = self._create(STATES, (rows, *geometry.row_shape), geometry.dtype)
+
+    def __enter__(self) -> "ShardWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.abort()
+
+    def _create(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        attributes: dict[str, Any] = {}
+        if name == STATES:
+            encoding = get_encoding(self.geometry.encoding)
+            attributes = {"logical_dtype": encoding.logical_dtype, "formula": encoding.formula}
+        return self._group.create_array(
+            name,
+            shape=shape,
+            dtype=dtype,
+            chunks=(1, *shape[1:]) if name == STATES else shape,
+            filters=None,
+            compressors=None,
+            serializer=BytesCodec(endian="little"),
+            fill_value=0,
+            chunk_key_encoding={"name": "default", "separator": "."},
+            attributes=attributes,
+            # Otherwise zarr leaves an all-zero chunk out, which looks like a lost one.
+            config={"write_empty_chunks": True},
+        )
+
+    def write_row(
+        self, i: int, states: np.ndarray, tokens: RowTokens, sums: Tensor | None = None
+    ) -> None:
+        """Write row `i`: `states` [S, T, D] of the stored dtype (bf16: uint16), and its tokens.
+
+        `sums`: the row's `tapstats` accumulator [5, T], if it has been computed (on the GPU, say);
+        otherwise it is computed here. Raises `ValueError` for a wrong row, shape or dtype.
+        """
+        self._check(i, states)
+        for name, values in self._tokens.items():
+            values[i] = getattr(tokens, name)
+        states = np.ascontiguousarray(states)
+        self._crcs[i] = crc32c(states)
+        with zarr.config.set(ZARR_SETTINGS):
+            self._states[i] = states
+        if sums is None:
+            sums = empty_sums(self.geometry.taps)
+            document = torch.from_numpy(self._tokens["document"][i])
+            add_row(sums, torch.from_numpy(states), document, self.geometry.encoding)
+        merge_sums(self._sums, sums)
+
+    def _check(self, i: int, states: np.ndarray) -> None:
+        want = (self.geometry.row_shape, self.geometry.dtype)
+        if (states.shape, states.dtype) != want:
+            raise ValueError(f"a row is {want[1]} {want[0]}, not {states.dtype} {states.shape}")
+        if not 0 <= i < self.rows or i in self._crcs:
+            raise ValueError(f"row {i} has been written or is not one of the {self.rows} rows")
+
+    def finish(self, attributes: dict[str, Any]) -> Path:
+        """Write the small arrays and the attributes, flush, rename; returns the shard's path.
+
+        `attributes` (JSON values) are the caller's: shard, row_range, manifest_digest, kernels,
+        versions, skipped, ...; counts, crc32c, statistics and the metadata digest are added. If
+        the shard is there already (another worker), it is left as it is.
+        """
+        if len(self._crcs) != self.rows:
+            gone = sorted(set(range(self.rows)) - self._crcs.keys())
+            raise ValueError(f"rows {gone} of {self.final.name} have not been written")
+        with zarr.config.set(ZARR_SETTINGS):
+            for name, values in self._tokens.items():
+                self._create(name, values.shape, values.dtype)[:] = values
+            complete = {**attributes, **self._own_attributes()}
+            complete["metadata_digest"] = metadata_digest(self.path, complete)
+            self._group.attrs.update(complete)
+        self.final.parent.mkdir(parents=True, exist_ok=True)
+        publish(self.path, self.final)
+        return self.final
+
+    def _own_attributes(self) -> dict[str, Any]:
+        crcs = {STATES: [self._crcs[i] for i in range(self.rows)]}
+        crcs |= {name: [crc32c(row) for row in rows] for name, rows in self._tokens.items()}
+        document = self._tokens["document"]
+        return {
+            "format_version": SHARD_VERSION,
+            "encoding": self.geometry.encoding,
+            "documents": sum(len(np.unique(row[row != 0])) for row in document),
+            "tokens": int(np.count_nonzero(document)),
+            "supervised": int(np.count_nonzero(self._tokens["loss_mask"])),
+            "crc32c": crcs,
+            "tap_stats": summarize(self._sums),
+        }
+
+    def abort(self) -> None:
+        """Remove the staging folder, if `finish` has not moved it away."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def staging_name(shard: str) -> str:
+    """`<k>-<host>-<pid>-<start time>`; the start time tells a reused process id apart."""
+    return f"{shard}-{socket.gethostname()}-{os.getpid()}-{_start_time(os.getpid())}"
+
+
+def _start_time(pid: int) -> int:
+    """When a process started: clock ticks since boot on Linux, 0 where that is not known."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    return int(stat.rpartition(")")[2].split()[19])
+
+
+def clean_staging(staging_root: Path) -> list[Path]:
+    """Remove what dead processes of this host left, and what is older than a day.
+
+    Returns the removed folders. Other hosts' processes cannot be seen, hence the day.
+    """
+    folders = staging_root.iterdir() if staging_root.is_dir() else []
+    removed = [path for path in folders if _is_abandoned(path)]
+    for path in removed:
+        shutil.rmtree(path, ignore_errors=True)
+    return removed
+
+
+def _is_abandoned(path: Path) -> bool:
+    match = re.fullmatch(r"\d+-(?P<host>.+)-(?P<pid>\d+)-(?P<start>\d+)", path.name)
+    if match and match["host"] == socket.gethostname():
+        return not _is_alive(int(match["pid"]), int(match["start"]))
+    return _newest(path) < time.time() - A_DAY
+
+
+def _is_alive(pid: int, start: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return _start_time(pid) in (start, 0)
+
+
+def _newest(path: Path) -> float:
+    """The latest change of anything in the folder; now if it is vanishing meanwhile."""
+    try:
+        return max(p.stat().st_mtime for p in [path, *path.rglob("*")])
+    except OSError:
+        return time.time()

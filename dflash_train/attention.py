@@ -1,0 +1,260 @@
+"""What a block sees, said twice: as a dense mask (CPU, tests) and as flex_attention block lists.
+
+Slot (n, k) of the block at anchor a sees the context features lo <= j < a of its own document and
+the slots of its own block, nothing else. In sliding layers of window W it sees context j only if
+a + k - j < W. Causal layers show a slot the slots of its block up to itself.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from dflash_cache.errors import UsageError
+from dflash_train.drafter_config import DrafterConfig
+
+TILE = 128  # the only tile (besides 256) whose forward and backward both run on H200
+
+
+@dataclass(frozen=True)
+class SlotBounds:
+    """What each of the Q = N*K slots sees, as half-open ranges; all int32 `[B, Q]`.
+
+    Attributes:
+        lower, upper: the context keys j with lower <= j < upper; none if lower >= upper.
+        own_start, own_end: the slots of its block, counted from the first slot of the row.
+    """
+
+    lower: Tensor
+    upper: Tensor
+    own_start: Tensor
+    own_end: Tensor
+
+
+@dataclass(frozen=True)
+class Mask:
+    """One layer's mask in the form that its device wants; neither of the two means "see all".
+
+    Attributes:
+        dense: bool, broadcastable to `[B, H, Q, S+Q]`, for SDPA.
+        blocks: for flex_attention; keys and queries are padded to whole tiles.
+    """
+
+    dense: Tensor | None = None
+    blocks: BlockMask | None = None
+
+
+@dataclass(frozen=True)
+class Masks:
+    """The masks of the two kinds of layer; `sliding` is None if the drafter has no such layer."""
+
+    full: Mask
+    sliding: Mask | None = None
+
+    def of(self, layer_type: str) -> Mask:
+        """The mask of a layer of this type; UsageError if it was not built."""
+        if layer_type != "sliding_attention":
+            return self.full
+        if self.sliding is None:
+            raise UsageError("the drafter has sliding layers, but its masks were built without")
+        return self.sliding
+
+
+def padded(length: int) -> int:
+    """`length` rounded up to whole tiles of flex_attention."""
+    return -(-length // TILE) * TILE
+
+
+def slot_bounds(
+    anchors: Tensor, lo: Tensor, *, block_size: int, window: int | None = None, causal: bool = False
+) -> SlotBounds:
+    """Ranges of keys that the slots of the blocks at `anchors` see.
+
+    Args:
+        anchors, lo: int64 `[B, N]`; the anchor, and where its document starts in the row.
+        block_size: K slots a block.
+        window: W of a sliding layer.
+        causal: slots see only the slots of their block up to themselves.
+    """
+    rows, n = anchors.shape
+    step = torch.arange(block_size, device=anchors.device, dtype=torch.int32)  # [K]
+    block = torch.arange(n, device=anchors.device, dtype=torch.int32)[:, None] * block_size
+    upper = anchors.int()[:, :, None]
+    lower = lo.int()[:, :, None]
+    if window is not None:
+        lower = torch.maximum(lower, upper + step - (window - 1))
+    end = block + (step + 1 if causal else block_size)
+
+    def flat(x: Tensor) -> Tensor:
+        return x.expand(rows, n, block_size).reshape(rows, n * block_size)
+
+    return SlotBounds(flat(lower), flat(upper), flat(block), flat(end))
+
+
+def dense_mask(bounds: SlotBounds, seq_len: int) -> Tensor:
+    """The same as a bool mask `[B, Q, S+Q]` over the context keys and then the slots."""
+    slots = bounds.lower.shape[1]
+    context = torch.arange(seq_len, device=bounds.lower.device)  # [S]
+    draft = torch.arange(slots, device=bounds.lower.device)  # [Q]
+    sees = _inside(context, bounds.lower, bounds.upper)  # [B, Q, S]
+    own = _inside(draft, bounds.own_start, bounds.own_end)  # [B, Q, Q]
+    return torch.cat([sees, own], dim=2)
+
+
+def build_block_mask(
+    anchors: Tensor,
+    lo: Tensor,
+    *,
+    seq_len: int,
+    block_size: int,
+    window: int | None = None,
+    causal: bool = False,
+) -> BlockMask:
+    """The same for flex_attention, over `padded(S) + padded(Q)` keys and `padded(Q)` queries.
+
+    The block lists come from the bounds directly: a context tile is full for a tile of slots if it
+    lies between their largest lower and their smallest upper bound, and is listed for masking if it
+    meets any slot's range. Full tiles skip the mask, so the *largest* lower bound is what keeps a
+    block from seeing another document. Padded context is below no upper bound; a padded slot sees
+    itself alone, which keeps its softmax finite.
+    """
+    bounds = slot_bounds(anchors, lo, block_size=block_size, window=window, causal=causal)
+    bounds = _pad_slots(bounds)
+    context_tiles, slots = padded(seq_len) // TILE, bounds.lower.shape[1]
+    lists = _block_lists(bounds, context_tiles)
+    lengths = (slots, context_tiles * TILE + slots)
+    mod = _mask_mod(bounds, context_tiles * TILE)
+    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=TILE, mask_mod=mod, seq_lengths=lengths)
+
+
+def build_masks(anchors: Tensor, lo: Tensor, config: DrafterConfig, *, seq_len: int) -> Masks:
+    """The masks of a drafter's layers: block lists on CUDA, dense elsewhere.
+
+    Args:
+        anchors, lo: int64 `[B, N]` of `DraftInputs`.
+        config: the drafter's; gives K, the window and which layers are causal.
+        seq_len: S, the tokens of a row.
+    """
+
+    def build(window: int | None, causal: bool) -> Mask:
+        kind: dict[str, Any] = {"block_size": config.block_size, "window": window, "causal": causal}
+        if anchors.is_cuda:
+            return Mask(blocks=build_block_mask(anchors, lo, seq_len=seq_len, **kind))
+        return Mask(dense=dense_mask(slot_bounds(anchors, lo, **kind), seq_len)[:, None])
+
+    full = build(None, config.causal("full_attention"))
+    if "sliding_attention" not in config.layer_types:
+        return Masks(full)
+    return Masks(full, build(config.sliding_window, config.causal("sliding_attention")))
+
+
+def join(context: Tensor, draft: Tensor, mask: Mask) -> Tensor:
+    """Keys or values of the context `[B, KV, S, h]` and of the slots `[B, KV, Q, h]` as `mask`
+    counts them: padded to whole tiles for block lists, one after the other otherwise."""
+    if mask.blocks is not None:
+        context, draft = _pad_tiles(context), _pad_tiles(draft)
+    return torch.cat([context, draft], dim=2)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+    """Grouped-query attention: fused flex_attention for block lists, SDPA otherwise.
+
+    Args:
+        q: `[B, H, Q, h]`.
+        k, v: `[B, KV, S+Q, h]` as `join` lays them out; KV divides H.
+        mask: of the layer.
+
+    Returns:
+        `[B, H, Q, h]` in the dtype of q.
+    """
+    if mask.blocks is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.dense, enable_gqa=True)
+    # Outside of a compiled step flex would run unfused and build the whole score matrix.
+    flex: Callable[..., Any] = flex_attention if torch.compiler.is_compiling() else _compiled_flex()
+    options: Any = {"BACKEND": "TRITON"} if q.is_cuda else None  # AUTO may pick flex-decoding
+    queries = _pad_tiles(q)
+    out = flex(queries, k, v, block_mask=mask.blocks, enable_gqa=True, kernel_options=options)
+    return out[:, :, : q.shape[2]]
+
+
+@cache
+def _compiled_flex() -> Callable[..., Any]:
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
+
+
+def _inside(keys: Tensor, start: Tensor, end: Tensor) -> Tensor:
+    """keys `[n]` against ranges `[B, Q]`: bool `[B, Q, n]`."""
+    return (keys >= start[:, :, None]) & (keys < end[:, :, None])
+
+
+def _pad_tiles(x: Tensor) -> Tensor:
+    missing = padded(x.shape[2]) - x.shape[2]
+    return F.pad(x, (0, 0, 0, missing)) if missing else x
+
+
+def _pad_slots(bounds: SlotBounds) -> SlotBounds:
+    """Add the slots that fill the last tile: without context, each its own block."""
+    rows, slots = bounds.lower.shape
+    device = bounds.lower.device
+    extra = torch.arange(slots, padded(slots), device=device, dtype=torch.int32).expand(rows, -1)
+    fill = (torch.zeros_like(extra), torch.zeros_like(extra), extra, extra + 1)
+    given = (bounds.lower, bounds.upper, bounds.own_start, bounds.own_end)
+    return SlotBounds(*(torch.cat(pair, dim=1) for pair in zip(given, fill, strict=True)))
+
+
+def _mask_mod(bounds: SlotBounds, offset: int) -> Callable[..., Tensor]:
+    """The mask between tiles, free of division; `offset` is the index of the first slot's key."""
+    lower, upper = bounds.lower, bounds.upper
+    start, end = bounds.own_start + offset, bounds.own_end + offset
+
+    def mask_mod(b, h, q, kv):
+        context = (kv >= lower[b, q]) & (kv < upper[b, q])
+        return context | ((kv >= start[b, q]) & (kv < end[b, q]))
+
+    return mask_mod
+
+
+def _block_lists(bounds: SlotBounds, context_tiles: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Count and indices of the partial tiles, then of the full ones.
+
+    Counts are int32 `[B, 1, Q/128]`, indices int32 `[B, 1, Q/128, (S+Q)/128]`, contiguous.
+    """
+    rows, slots = bounds.lower.shape
+
+    def tiled(x: Tensor) -> Tensor:
+        return x.view(rows, slots // TILE, TILE)
+
+    lower, upper = tiled(bounds.lower), tiled(bounds.upper)
+    sees = lower < upper
+    any_from = torch.where(sees, lower, context_tiles * TILE).amin(2) // TILE  # [B, Q/128]
+    any_to = (torch.where(sees, upper, 0).amax(2) + TILE - 1) // TILE
+    full_from = (lower.amax(2) + TILE - 1) // TILE
+    full_to = upper.amin(2) // TILE
+    # Without a full tile there is one partial run; give it all to the run before the full tiles.
+    has_full = full_to > full_from
+    full_from = torch.where(has_full, full_from, torch.maximum(any_from, any_to))
+    full_to = torch.where(has_full, full_to, full_from)
+    own_from = tiled(bounds.own_start).amin(2) // TILE + context_tiles
+    own_to = (tiled(bounds.own_end).amax(2) + TILE - 1) // TILE + context_tiles
+    tiles = context_tiles + slots // TILE
+    partial = _runs(tiles, (any_from, full_from), (full_to, any_to), (own_from, own_to))
+    return (*partial, *_runs(tiles, (full_from, full_to)))
+
+
+def _runs(width: int, *runs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The tiles of several half-open runs `[B, Q/128]`, one after the other: count and indices."""
+    place = torch.arange(width, device=runs[0][0].device, dtype=torch.int32)
+    before = torch.zeros_like(runs[0][0])
+    indices = before[:, :, None] + place * 0
+    for start, end in runs:
+        count = (end - start).clamp(min=0)
+        here = place >= before[:, :, None]
+        indices = torch.where(here, (start - before)[:, :, None] + place, indices)
+        before = before + count
+    indices = indices.clamp(0, width - 1).int()  # what lies beyond the count is never read
+    return before.int()[:, None].contiguous(), indices[:, None].contiguous()

@@ -1,0 +1,242 @@
+"""Checkpoints: the drafter in the z-lab layout, and the state that resumes a run.
+
+    OUT/checkpoints/step-00000500/
+        model.safetensors    bf16, z-lab's names without a prefix, no embedding, no head
+        config.json          z-lab's keys
+        state.safetensors    fp32 masters and AdamW's moments
+        train_state.json     step, settings, identity of the cache, versions
+    OUT/drafter/             the last drafter: model.safetensors and config.json alone
+
+Folders are written under a hidden name and renamed, so a name that exists is complete.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from dflash_cache.cache import Cache
+from dflash_cache.errors import DataError, UsageError
+from dflash_train.config import TrainConfig, binding_fields
+from dflash_train.drafter import Drafter, DrafterConfig
+
+_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+_STEP_NAME = re.compile(r"step-(\d{8,})$")
+
+
+def save_drafter(folder: Path, drafter: Drafter) -> Path:
+    """Write `drafter` in the z-lab layout, bf16, atomically; an existing folder is replaced."""
+    with _replaced(folder) as staging:
+        _write_drafter(staging, drafter)
+    return folder
+
+
+def load_drafter(folder: Path, device: torch.device | str, dtype: torch.dtype) -> Drafter:
+    """A drafter from a folder in the z-lab layout (ours or z-lab's), in eval mode.
+
+    Raises UsageError for a folder without the two files and DataError naming the first tensor
+    that is missing, unknown or of another shape.
+    """
+    config_path, weights_path = folder / "config.json", folder / "model.safetensors"
+    for path in (config_path, weights_path):
+        if not path.is_file():
+            raise UsageError(f"{folder} is no drafter: {path.name} is missing; give its folder")
+    config = DrafterConfig.from_hf(_read_json(config_path))
+    drafter = Drafter(config)
+    load_weights(drafter, _read_tensors(weights_path), weights_path)
+    return drafter.to(device=device, dtype=dtype).eval()
+
+
+def load_weights(drafter: Drafter, tensors: dict[str, torch.Tensor], source: Path) -> None:
+    """Copy `tensors` into the parameters, cast to theirs; DataError names what does not fit."""
+    wanted = drafter.state_dict()
+    for name in [*wanted, *tensors]:
+        if name not in tensors or name not in wanted:
+            kind = "missing" if name in wanted else "unknown"
+            raise DataError(f"{source}: tensor {name} is {kind}: not this drafter's weights")
+        if tensors[name].shape != wanted[name].shape:
+            shapes = f"{tuple(tensors[name].shape)}, expected {tuple(wanted[name].shape)}"
+            raise DataError(f"{source}: tensor {name} has shape {shapes}: another drafter shape")
+    drafter.load_state_dict(tensors)
+
+
+def cache_identity(cache: Cache, rows: Sequence[int]) -> dict[str, Any]:
+    """What a run must find again to continue: the cache, and the rows it trains on."""
+    return {
+        "manifest": cache.manifest.digest(),
+        "plan": cache.manifest.plan_digest,
+        "target": cache.manifest.target_digest,
+        "train_rows": len(rows),
+        "train_rows_digest": hashlib.sha256(json.dumps(list(rows)).encode()).hexdigest(),
+    }
+
+
+def save_checkpoint(
+    out: Path,
+    drafter: Drafter,
+    optimizer: torch.optim.Optimizer,
+    *,
+    step: int,
+    config: TrainConfig,
+    identity: dict[str, Any],
+) -> Path:
+    """Write `OUT/checkpoints/step-N` after `step` steps, then remove all but `keep_last`.
+
+    Copies to the host before casting, so it allocates nothing on the device.
+    """
+    folder = out / "checkpoints" / f"step-{step:08d}"
+    with _replaced(folder) as staging:
+        _write_drafter(staging, drafter)
+        save_file(_resume_tensors(drafter, optimizer), staging / "state.safetensors")
+        state = {
+            "step": step,
+            "config": config.to_dict(),
+            "cache": identity,
+            "versions": {"torch": torch.__version__},
+        }
+        _write_json(staging / "train_state.json", state)
+    for old in checkpoints(out)[: -config.keep_last]:
+        shutil.rmtree(old)
+    return folder
+
+
+def checkpoints(out: Path) -> list[Path]:
+    """The complete checkpoints of a run, oldest first."""
+    found = [p for p in (out / "checkpoints").glob("step-*") if _STEP_NAME.fullmatch(p.name)]
+    return sorted(found, key=lambda p: int(p.name.removeprefix("step-")))
+
+
+def last_checkpoint(out: Path) -> Path:
+    """The newest one, or UsageError: there is nothing to resume."""
+    found = checkpoints(out)
+    if not found:
+        raise UsageError(f"{out} holds no checkpoint to resume: leave --resume out")
+    return found[-1]
+
+
+def resume(
+    folder: Path,
+    drafter: Drafter,
+    optimizer: torch.optim.Optimizer,
+    *,
+    config: TrainConfig,
+    identity: dict[str, Any],
+) -> int:
+    """Load masters and moments into `drafter` and `optimizer`; returns the steps done.
+
+    Raises UsageError or DataError naming the setting or the part of the cache that differs.
+    """
+    state = _read_json(folder / "train_state.json")
+    _refuse_other_run(state, config, identity, folder)
+    path = folder / "state.safetensors"
+    tensors = _read_tensors(path)
+    masters = {k.removeprefix("master."): v for k, v in tensors.items() if k[:7] == "master."}
+    load_weights(drafter, masters, path)
+    for name, parameter in drafter.named_parameters():
+        if any(f"{m}.{name}" not in tensors for m in _MOMENTS):
+            raise DataError(f"{path}: the moments of {name} are missing: use an older checkpoint")
+        moments = {m: tensors[f"{m}.{name}"].to(parameter.device) for m in _MOMENTS}
+        optimizer.state[parameter] = moments
+    return int(state["step"])
+
+
+def _refuse_other_run(
+    state: dict[str, Any], config: TrainConfig, identity: dict[str, Any], folder: Path
+) -> None:
+    now = config.to_dict()
+    for name in binding_fields():
+        then = state["config"].get(name)
+        if then != now[name]:
+            raise UsageError(
+                f"{name} is {now[name]!r}, but the run in {folder} has {then!r}: "
+                "give that value, or another --out"
+            )
+    for name, value in identity.items():
+        if state["cache"].get(name) != value:
+            raise DataError(
+                f"the cache differs from that of the run in {folder} ({name}: {value}, then "
+                f"{state['cache'].get(name)}): give that cache, or another --out"
+            )
+
+
+def _resume_tensors(drafter: Drafter, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for name, parameter in drafter.named_parameters():
+        tensors[f"master.{name}"] = parameter.detach().cpu()
+        for moment in _MOMENTS:
+            tensors[f"{moment}.{name}"] = optimizer.state[parameter][moment].cpu()
+    return tensors
+
+
+def _write_drafter(folder: Path, drafter: Drafter) -> None:
+    weights = {
+        name: tensor.detach().cpu().to(torch.bfloat16).contiguous()
+        for name, tensor in drafter.state_dict().items()
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    _write_json(folder / "config.json", drafter.config.to_hf())
+
+
+@contextmanager
+def _replaced(final: Path) -> Iterator[Path]:
+    """A staging folder beside `final` that takes its name when the block ends without error."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    staging = final.with_name(f".{final.name}-{os.getpid()}")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir()
+    try:
+        yield staging
+        for path in [*staging.iterdir(), staging]:
+            _fsync(path)
+        _take_name(staging, final)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _take_name(staging: Path, final: Path) -> None:
+    old = final.with_name(f".{final.name}-old-{os.getpid()}")
+    if final.exists():
+        final.rename(old)
+    try:
+        staging.rename(final)
+    except BaseException:
+        if old.exists():
+            old.rename(final)
+        raise
+    _fsync(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read {path}: {error}") from error
+
+
+def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"cannot read {path}: {error}") from error

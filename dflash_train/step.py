@@ -1,0 +1,168 @@
+"""One optimizer step: rows of the cache in, loss and counters on the device; no host sync.
+
+On CUDA decoding, anchors, masks, drafter and loss are one compiled graph of fixed shapes, and the
+update is one fused kernel. On the CPU the same functions run eagerly.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dflash_cache.cache import FrozenTarget
+from dflash_cache.encoding import decode
+from dflash_train.anchors import DraftInputs, candidates, draft_inputs, sample_anchors
+from dflash_train.attention import build_masks
+from dflash_train.config import TrainConfig
+from dflash_train.drafter import Drafter
+from dflash_train.loss import decay_weights, default_gamma, linear_cross_entropy
+from dflash_train.rows import Batch
+from dflash_train.tally import Counters, StepReport, tally_of
+
+
+def hidden_of_slots(
+    drafter: Drafter, embed: Tensor, states: Tensor, position: Tensor, blocks: DraftInputs
+) -> Tensor:
+    """The drafter's output at the K-1 slots of each block that predict: [B, N, K-1, D].
+
+    `states` [B, S, T, D] decoded; `embed` [V, D], whose dtype is the computation's: the drafter
+    casts its fp32 masters to it within the graph.
+    """
+    rows, n = blocks.anchors.shape
+    masks = build_masks(blocks.anchors, blocks.lo, drafter.config, seq_len=states.shape[1])
+    noise = F.embedding(blocks.tokens, embed)  # [B, Q, D]
+    hidden = drafter(states, noise, position.long(), blocks.q_positions, masks)
+    return hidden.view(rows, n, drafter.config.block_size, -1)[:, :, 1:]
+
+
+class TrainStep:
+    """Owns optimizer, frozen matrices and device counters; `run(stream, lr)` is one step.
+
+    Gradients of `accumulation` batches are summed unscaled; the fused update divides by the sum of
+    the weights of all of them and by the clip factor (its `grad_scale`), and leaves everything as
+    it was when loss or norm are not finite (its `found_inf`).
+    """
+
+    def __init__(
+        self, drafter: Drafter, frozen: FrozenTarget, config: TrainConfig, *, anchors: int
+    ):
+        self.drafter, self.frozen, self.config, self.anchors = drafter, frozen, config, anchors
+        parameter = next(drafter.parameters())
+        device = self.device = parameter.device
+        slots = drafter.config.block_size
+        gamma = config.gamma or default_gamma(slots)
+        self.decay = decay_weights(slots, gamma).to(device, torch.float32)  # [K-1]
+        self.seed = torch.tensor(config.seed, device=device)
+        self.one = torch.ones((), device=device)
+        self.lr = torch.tensor(config.lr, device=device)
+        self.optimizer = torch.optim.AdamW(
+            drafter.parameters(),
+            lr=self.lr,
+            betas=(config.beta1, config.beta2),
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+        self.optimizer.grad_scale = torch.ones((), device=device)  # type: ignore[attr-defined]
+        self.optimizer.found_inf = torch.zeros((), device=device)  # type: ignore[attr-defined]
+        self._counters = Counters(slots - 1, config, device)
+        self.forward = self._forward
+        if device.type == "cuda":
+            self.forward = torch.compile(self._forward, dynamic=False, fullgraph=True)
+
+    def run(self, stream: Iterator[Batch], lr: float) -> None:
+        """One optimizer step over the next `accumulation` batches; queues work, waits for none."""
+        self._counters.begin()
+        for turn in range(self.config.accumulation):
+            batch = next(stream)
+            loss, tally = self.forward(
+                batch.states,
+                batch.input_ids,
+                batch.loss_mask,
+                batch.document,
+                batch.position,
+                batch.row_ids,
+                batch.epochs,
+            )
+            loss.backward()
+            self._counters.add(turn, tally, batch.row_ids)
+        self.lr.fill_(lr)
+        self._update()
+
+    def report(self) -> StepReport:
+        """Read and reset the counters; waits for the device."""
+        return self._counters.read()
+
+    def _forward(
+        self,
+        states: Tensor,
+        input_ids: Tensor,
+        loss_mask: Tensor,
+        document: Tensor,
+        position: Tensor,
+        row_ids: Tensor,
+        epochs: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Sum of weight * nll (not yet averaged), and the flat Tally."""
+        allowed = candidates(loss_mask, document, position)
+        anchors, valid = sample_anchors(
+            allowed, row_ids, seed=self.seed, epoch=epochs, n=self.anchors
+        )
+        return self.loss_at(states, input_ids, loss_mask, document, position, anchors, valid)
+
+    def loss_at(
+        self,
+        states: Tensor,
+        input_ids: Tensor,
+        loss_mask: Tensor,
+        document: Tensor,
+        position: Tensor,
+        anchors: Tensor,
+        valid: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """As the step, at given `anchors` and `valid` [B, N]."""
+        shape = self.drafter.config
+        blocks = draft_inputs(
+            input_ids,
+            loss_mask,
+            document,
+            position,
+            anchors,
+            valid,
+            block_size=shape.block_size,
+            mask_token_id=shape.mask_token_id,
+        )
+        hidden = hidden_of_slots(self.drafter, self.frozen.embed, decode(states), position, blocks)
+        weights = blocks.weights_valid * self.decay  # [B, N, K-1]
+        loss, _, correct = linear_cross_entropy(
+            hidden.reshape(-1, hidden.shape[-1]),
+            self.frozen.head,
+            blocks.labels.reshape(-1),
+            weights.reshape(-1),
+            self.one,
+        )
+        tally = tally_of(loss, weights, correct.view_as(weights), blocks)
+        return loss, tally.flat()
+
+    def _update(self) -> None:
+        gradients = [p.grad for p in self.drafter.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
+        counters, optimizer = self._counters, self.optimizer
+        weight = counters.step_weight().float().clamp(min=1e-6)
+        norm = norm / weight
+        clip = (norm / self.config.clip).clamp(min=1.0)
+        bad = counters.finish(norm)
+        optimizer.grad_scale.copy_(weight * clip)  # type: ignore[attr-defined]
+        optimizer.found_inf.copy_(bad)  # type: ignore[attr-defined]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+def learning_rate(step: int, *, steps: int, peak: float, warmup: float) -> float:
+    """Linear over the first `warmup * steps` steps, then a cosine to 0 at `steps`; step from 0."""
+    rising = round(warmup * steps)
+    if step < rising:
+        return peak * (step + 1) / rising
+    done = (step - rising) / max(1, steps - rising)
+    return peak * 0.5 * (1 + math.cos(math.pi * done))
