@@ -32,6 +32,11 @@ class Sentences(click.Group):
             raise click.UsageError(str(error)) from error
         except DataError as error:
             raise click.ClickException(str(error)) from error
+        except RuntimeError as error:
+            # A broken promise under --strict, or CUDA out of memory; any other is a bug, shown as one.
+            if type(error).__name__ not in ("SteadyError", "OutOfMemoryError"):
+                raise
+            raise click.ClickException(str(error)) from error
         except OSError as error:
             raise click.ClickException(f"{error.strerror or error}: {error.filename}") from error
 
@@ -156,9 +161,8 @@ def train(config_file: Path | None, as_json: bool, **given: Any) -> None:
     Writes checkpoints in the layout that z-lab's drafters have (model.safetensors, config.json),
     the state to resume from, and metrics.jsonl.
     """
-    from dflash_train.trainer import train as run
-
     from dflash_train.config import TrainConfig
+    from dflash_train.trainer import train as run
 
     config = _config(TrainConfig, config_file, given)
     summary = run(config, report=(lambda line: click.echo(line, err=True)) if as_json else _say)

@@ -1,1 +1,1 @@
-"""Recipes and the demo's files; in an installed wheel this folder is the package `dflash_configs`."""
+"""Recipes and the demo's files; an installed wheel has this folder as `dflash_configs`."""

@@ -4,12 +4,14 @@ The states are our own, not transformers' cache, whose `crop` loses the recurren
 GatedDeltaNet in silence.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dflash_cache import reference
+from dflash_cache.devices import choose_device, choose_dtype
 from dflash_cache.errors import UsageError
 from dflash_cache.kernels import REFERENCE, Fused, Runner, check_layers
 from dflash_cache.target import Target
@@ -177,6 +179,22 @@ class TargetDecoder:
         with torch.no_grad():
             return self.target.model.get_input_embeddings()(ids.to(self.target.device))
 
+    @property
+    def head(self) -> Tensor:
+        """The output matrix [V, D], in the target's dtype and on its device."""
+        return self.target.model.get_output_embeddings().weight
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Tokens that end a text, from the target's generation config or else its config."""
+        settings = self.target.model.generation_config or self.target.config
+        stops = getattr(settings, "eos_token_id", None)
+        return tuple(stops if isinstance(stops, list | tuple) else [] if stops is None else [stops])
+
+    def describe(self) -> str:
+        """What computes the target's layers, in one line."""
+        return self.target.describe_kernels()[0]
+
     def prefill(self, ids: Tensor) -> Step:
         """Start anew with the prompt ids [n] -> logits [1, V] of its last token, taps [n, T, D]."""
         self.reset()
@@ -218,3 +236,26 @@ class TargetDecoder:
         self._length += len(ids)
         self._block = len(ids)
         return Step(logits[0] if logits is not None else taps.new_empty(0), taps[0])
+
+
+def load_decoder(
+    model: str,
+    *,
+    taps: Sequence[int],
+    device: str = "auto",
+    dtype: str = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> TargetDecoder:
+    """Load the whole target `model` (folder or hub id) to decode with; taps as in `Target.load`."""
+    place = choose_device(device)
+    target = Target.load(
+        model,
+        taps=taps,
+        device=str(place),
+        dtype=choose_dtype(dtype, place),
+        full=True,
+        trust_remote_code=trust_remote_code,
+        revision=revision,
+    )
+    return TargetDecoder(target)

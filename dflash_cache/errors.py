@@ -1,4 +1,4 @@
-"""The two kinds of error that a user can mend; `cli.py` turns them into one sentence and an exit code."""
+"""Errors that a user can mend; `cli.py` turns each into one sentence and an exit code."""
 
 
 class UsageError(ValueError):
@@ -6,4 +6,4 @@ class UsageError(ValueError):
 
 
 class DataError(ValueError):
-    """What was read is wrong: a broken line, a damaged shard, a cache that does not fit (exit 1)."""
+    """What was read is wrong: a broken line, a damaged shard, a foreign cache (exit code 1)."""

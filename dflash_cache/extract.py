@@ -4,7 +4,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,10 @@ import torch
 
 from dflash_cache.cache import Cache, Manifest, create_cache, save_frozen
 from dflash_cache.corpus import Document, load_tokenizer, read_corpus
+from dflash_cache.devices import choose_device, choose_dtype
 from dflash_cache.encoding import get_encoding
 from dflash_cache.errors import UsageError
+from dflash_cache.extract_config import ExtractConfig
 from dflash_cache.extract_job import ExtractSummary, Job, versions
 from dflash_cache.geometry import Geometry
 from dflash_cache.identity import check_model_path
@@ -24,39 +26,6 @@ SHARD_BYTES = 1 << 30
 TAP_CONVENTION = "tap i is the output of the 0-based decoder layer i, before the final norm"
 
 __all__ = ["ExtractConfig", "ExtractSummary", "extract"]
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True)
-class ExtractConfig:
-    """What `extract` does.
-
-    model: folder or hub id of the target. data: a JSONL corpus. out: the cache folder. taps:
-    increasing 0-based layer ids (None: five default ones). seq_len: tokens a row. rows_per_shard:
-    None for about 1 GiB of states a shard. batch_rows: rows a forward pass. heldout: share of the
-    records held out. encoding: how states are stored. dtype: "auto" (float32 on the CPU, bfloat16
-    on CUDA) or a name. device: "auto", "cpu", "cuda" or "cuda:N". rank, world: which of how many
-    workers this is (None: from the environment of torchrun or SLURM). template_options: handed to
-    the chat template.
-    """
-
-    model: str
-    data: Path
-    out: Path
-    taps: tuple[int, ...] | None = None
-    seq_len: int = 4096
-    rows_per_shard: int | None = None
-    batch_rows: int = 1
-    heldout: float = 0.02
-    encoding: str = "bf16"
-    dtype: str = "auto"
-    device: str = "auto"
-    revision: str | None = None
-    trust_remote_code: bool = False
-    rank: int | None = None
-    world: int | None = None
-    template_options: dict[str, Any] = field(default_factory=dict)
 
 
 def place_of_worker(config: ExtractConfig) -> tuple[int, int]:
@@ -73,28 +42,6 @@ def place_of_worker(config: ExtractConfig) -> tuple[int, int]:
     return rank, world
 
 
-def choose_device(name: str) -> torch.device:
-    """ "auto" is CUDA if there is one; "cuda" the GPU of this process."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and "LOCAL_RANK" in os.environ:
-        # One process a GPU under torchrun.
-        name = f"cuda:{os.environ['LOCAL_RANK']}"
-    if name.split(":")[0] not in ("cpu", "cuda"):
-        raise UsageError(f"device {name!r} is not known; it is auto, cpu, cuda or cuda:N")
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise UsageError("device cuda was asked for, but torch sees no CUDA GPU here; use cpu")
-    return torch.device(name)
-
-
-def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    if name not in DTYPES:
-        raise UsageError(f"dtype {name!r} is not known; it is auto, {', '.join(DTYPES)}")
-    return DTYPES[name]
-
-
 def extract(config: ExtractConfig, report: Callable[[str], None] = print) -> ExtractSummary:
     """Fill the cache `config.out`; shards that are there are left alone, so a run may be resumed.
 
@@ -105,12 +52,10 @@ def extract(config: ExtractConfig, report: Callable[[str], None] = print) -> Ext
     started = time.monotonic()
     check_model_path(config.model)
     get_encoding(config.encoding)
-    if config.batch_rows < 1:
-        raise UsageError(f"batch_rows is {config.batch_rows}; a batch needs at least 1 row")
     device, place = choose_device(config.device), place_of_worker(config)
     tokenizer = load_tokenizer(config.model, config.trust_remote_code, config.revision)
     documents, corpus = read_corpus(
-        config.data, tokenizer, template_options=config.template_options
+        config.data, tokenizer, template_options=config.template_options or {}
     )
     for reason, lines in corpus.skipped.items():
         report(f"corpus: {len(lines)} skipped, {reason} (first: line {lines[0]})")
@@ -190,7 +135,7 @@ def identity(config: ExtractConfig, target: Target, tokenizer: Any, plan: Plan) 
         "tap_convention": TAP_CONVENTION,
         "tokenizer": _sha256(vocabulary),
         "chat_template": _sha256(str(tokenizer.chat_template)),
-        "template_options": config.template_options,
+        "template_options": config.template_options or {},
         "corpus": hashlib.sha256(plan.doc_digest.tobytes()).hexdigest(),
         "heldout": config.heldout,
     }

@@ -3,7 +3,7 @@
 import platform
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any
 
@@ -15,7 +15,7 @@ from dflash_cache.corpus import Document
 from dflash_cache.errors import UsageError
 from dflash_cache.health import Guard
 from dflash_cache.packing import RowTokens, fill_row
-from dflash_cache.progress import Progress, progress
+from dflash_cache.progress import Progress, format_seconds, progress
 from dflash_cache.rowpipe import DEPTH, HostSlot, OpenShard, RowSink, WriterThread
 from dflash_cache.selfcheck import prove
 from dflash_cache.shard_writer import ShardWriter, clean_staging
@@ -51,6 +51,25 @@ class ExtractSummary:
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / max(self.seconds, 1e-9)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {**asdict(self), "tokens_per_second": self.tokens_per_second}
+
+    def render(self) -> str:
+        """For a person; one line, and one for each kind of trouble."""
+        lines = [
+            f"extracted {self.documents:,} documents, {self.tokens:,} tokens in {self.rows:,} rows "
+            f"({100 * self.fill:.1f} % full): {self.shards_written} shards written, "
+            f"{self.shards_skipped} were there; {self.bytes / 2**20:,.1f} MiB of states in "
+            f"{format_seconds(self.seconds)} ({self.tokens_per_second:,.0f} tokens/s)"
+        ]
+        if self.skipped:
+            reasons = sorted({str(entry["reason"]) for entry in self.skipped})
+            lines.append(f"skipped {len(self.skipped)} documents: {', '.join(reasons)}")
+        if self.peak_gpu_bytes:
+            lines.append(f"peak GPU memory: {self.peak_gpu_bytes / 2**30:.1f} GiB")
+        return "\n".join(lines)
 
 
 def versions() -> dict[str, str]:

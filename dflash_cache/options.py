@@ -5,6 +5,7 @@ Every field is made by `option` or `required`, so that its `metadata` says what 
 
 import dataclasses
 import difflib
+import json
 import types
 import typing
 from collections.abc import Callable, Iterable
@@ -109,13 +110,36 @@ def _coerce(key: str, value: Any, hint: Any, source: str) -> Any:
     if value is None and type(None) in kinds:
         return None
     wanted = next(kind for kind in kinds if kind is not type(None))
-    if wanted is bool or isinstance(value, bool):
+    origin = typing.get_origin(wanted)
+    if origin is not None:
+        fits, converted = _sequence(value) if origin is tuple else _mapping(value)
+        wanted = origin
+    elif wanted is bool or isinstance(value, bool):
         fits, converted = wanted is bool and isinstance(value, bool), value
     else:
         fits, converted = _convert(value, wanted)
     if not fits:
         raise UsageError(f"{source}: {key} is {value!r}: give a value of type {wanted.__name__}")
     return converted
+
+
+def _sequence(value: Any) -> tuple[bool, Any]:
+    """A list of whole numbers, or "1,8,15"."""
+    items = value.split(",") if isinstance(value, str) else value
+    if not isinstance(items, list | tuple):
+        return False, None
+    pairs = [_convert(item.strip() if isinstance(item, str) else item, int) for item in items]
+    return all(fits for fits, _ in pairs), tuple(number for _, number in pairs)
+
+
+def _mapping(value: Any) -> tuple[bool, Any]:
+    """A mapping, or one written as JSON."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return False, None
+    return isinstance(value, dict), value
 
 
 def _convert(value: Any, wanted: type) -> tuple[bool, Any]:

@@ -15,19 +15,6 @@ from dflash_train.drafter import Drafter, DrafterConfig, default_config
 from dflash_train.loss import default_gamma
 
 
-def pick_device(name: str) -> torch.device:
-    """`auto` is CUDA where there is any; UsageError if CUDA is asked for and there is none."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise UsageError(f"device is {name}, but torch sees no GPU here: give --device cpu")
-    device = torch.device(name)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        device = torch.device("cuda", torch.cuda.current_device())
-    return device
-
-
 def pick_precision(name: str, device: torch.device) -> torch.dtype:
     """Dtype of the computation; the weights are fp32 masters in either case."""
     if name == "auto":

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dflash_cache.decoding import Step, TargetDecoder, load_decoder
@@ -82,14 +81,14 @@ class Speculator:
     """A target's decoder and a drafter for it, ready to generate.
 
     Args:
-        decoder: the target's decoder; its `embed` and `head` `[V, D]` serve the drafter too.
+        decoder: the target's decoder; its embedding and head serve the drafter too.
         drafter: a drafter trained on this target's taps, in the target's dtype.
     """
 
     def __init__(self, decoder: TargetDecoder, drafter: Drafter):
         self.decoder, self.drafter = decoder, drafter
         self.stop_ids = frozenset(decoder.stop_ids)
-        self.device = decoder.embed.device
+        self.device = decoder.head.device
         config = drafter.config
         self.mask_ids = torch.full((config.block_size,), config.mask_token_id, device=self.device)
 
@@ -103,8 +102,8 @@ class Speculator:
 
     def with_drafter_from(self, folder: Path) -> "Speculator":
         """The same target with the drafter in `folder`; UsageError if that has other taps."""
-        embed, config = self.decoder.embed, self.drafter.config
-        drafter = load_drafter(folder, embed.device, embed.dtype)
+        head, config = self.decoder.head, self.drafter.config
+        drafter = load_drafter(folder, head.device, head.dtype)
         if drafter.config.target_layer_ids != config.target_layer_ids:
             raise UsageError(
                 f"{folder} reads taps {list(drafter.config.target_layer_ids)}, the drafter loaded "
@@ -166,7 +165,7 @@ class Speculator:
         """The anchor and the K-1 tokens drafted after it: `[K]`."""
         block = self.mask_ids.clone()
         block[0] = anchor
-        noise = F.embedding(block, self.decoder.embed)[None]  # [1, K, D]
+        noise = self.decoder.embed(block)[None]  # [1, K, D]
         first = context.length
         positions = torch.arange(first, first + block.shape[0], device=self.device)[None]
         hidden = self.drafter.draft(noise, positions, context.views())  # [1, K, D]
@@ -234,8 +233,8 @@ def load_speculator(
         revision=revision,
         trust_remote_code=trust_remote_code,
     )
-    _check_fits(drafter, loaded.config, decoder.embed)
-    return Speculator(decoder, loaded.to(device=decoder.embed.device, dtype=decoder.embed.dtype))
+    _check_fits(drafter, loaded.config, decoder.head)
+    return Speculator(decoder, loaded.to(device=decoder.head.device, dtype=decoder.head.dtype))
 
 
 def untrained_copy(drafter: Drafter, seed: int = 0) -> Drafter:
@@ -247,8 +246,8 @@ def untrained_copy(drafter: Drafter, seed: int = 0) -> Drafter:
     return fresh.to(device=weight.device, dtype=weight.dtype).eval()
 
 
-def _check_fits(folder: Path, config: DrafterConfig, embed: Tensor) -> None:
-    wanted = {"vocab_size": embed.shape[0], "hidden_size": embed.shape[1]}
+def _check_fits(folder: Path, config: DrafterConfig, head: Tensor) -> None:
+    wanted = {"vocab_size": head.shape[0], "hidden_size": head.shape[1]}
     for name, value in wanted.items():
         if getattr(config, name) != value:
             raise UsageError(

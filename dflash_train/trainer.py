@@ -10,8 +10,9 @@ from types import FrameType
 from typing import Any
 
 from dflash_cache.cache import Cache, load_frozen
+from dflash_cache.devices import choose_device
 from dflash_cache.errors import DataError, UsageError
-from dflash_train.build import build_drafter, describe, pick_anchors, pick_device, pick_precision
+from dflash_train.build import build_drafter, describe, pick_anchors, pick_precision
 from dflash_train.checkpoint import (
     cache_identity,
     last_checkpoint,
@@ -50,6 +51,12 @@ class TrainSummary:
     checkpoint: Path
     drafter: Path | None
 
+    def to_dict(self) -> dict[str, Any]:
+        """For `--json` and metrics.jsonl."""
+        plain = replace(self, acceptance=None)
+        fields = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(plain).items()}
+        return {**fields, "acceptance": asdict(self.acceptance) if self.acceptance else None}
+
 
 def train(config: TrainConfig, report: Callable[[str], None] = print) -> TrainSummary:
     """Train a drafter from `config.cache` into `config.out`.
@@ -58,7 +65,7 @@ def train(config: TrainConfig, report: Callable[[str], None] = print) -> TrainSu
     than the one resumed, or 10 non-finite steps in a row, and SteadyError with `strict`.
     """
     _refuse_existing_run(config)
-    device = pick_device(config.device)
+    device = choose_device(config.device)
     cache = Cache.open(config.cache)
     rows, heldout = cache.rows("train"), cache.rows("heldout")[: config.heldout_rows_limit]
     if not rows:
@@ -243,7 +250,4 @@ def _say_end(
         )
     else:
         report(f"drafter: {summary.drafter} after {summary.step} steps")
-    plain = replace(summary, acceptance=None)
-    fields = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(plain).items()}
-    acceptance = asdict(summary.acceptance) if summary.acceptance else None
-    metrics.write("summary", {**fields, "acceptance": acceptance})
+    metrics.write("summary", summary.to_dict())

@@ -29,7 +29,9 @@ def _sample_slow(config: pytest.Config, items: list[pytest.Item]) -> None:
     if wanted == "all":
         return
     slow = sorted((i for i in items if "slow" in i.keywords), key=lambda i: i.nodeid)
-    kept = set(random.Random(config.getoption("--slow-seed")).sample(slow, min(int(wanted), len(slow))))
+    kept = set(
+        random.Random(config.getoption("--slow-seed")).sample(slow, min(int(wanted), len(slow)))
+    )
     skip = pytest.mark.skip(reason=f"slow: not among the {wanted} drawn; `make test-all` runs it")
     for item in slow:
         if item not in kept:

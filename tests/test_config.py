@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from dflash_cache.errors import UsageError
-from dflash_train.config import TrainConfig, config_from_dict, load_config
+from dflash_cache.options import build, read_yaml
+from dflash_train.config import TrainConfig
 
 PATHS = {"cache": "c", "out": "o"}
 
@@ -20,13 +21,13 @@ def test_unknown_key_names_file_key_and_near_match(tmp_path: Path):
     path = tmp_path / "run.yaml"
     path.write_text("cache: c\nout: o\nanchor: 3\n")
     with pytest.raises(UsageError, match=r"run\.yaml: unknown key 'anchor': did you mean anchors"):
-        load_config(path)
+        build(TrainConfig, read_yaml(path), source=str(path))
 
 
 def test_a_number_that_yaml_reads_as_text_is_a_number(tmp_path: Path):
     path = tmp_path / "run.yaml"
     path.write_text("cache: c\nout: o\nlr: 6e-4\nsteps: 3\n")
-    config = load_config(path, steps=7)
+    config = build(TrainConfig, read_yaml(path), source=str(path), overrides={"steps": 7})
     assert (config.lr, config.steps, config.cache) == (6e-4, 7, Path("c"))
 
 
@@ -45,12 +46,12 @@ def test_a_number_that_yaml_reads_as_text_is_a_number(tmp_path: Path):
 )
 def test_a_bad_value_names_field_value_and_range(key: str, value: object, told: str):
     with pytest.raises(UsageError, match=told):
-        config_from_dict({**PATHS, key: value})
+        build(TrainConfig, {**PATHS, key: value})
 
 
 def test_a_missing_cache_is_asked_for():
     with pytest.raises(UsageError, match="cache is missing: give --cache"):
-        config_from_dict({"out": "o"})
+        build(TrainConfig, {"out": "o"})
 
 
 @pytest.mark.parametrize("text", ["- a\n- b\n", "a: [", "\x00"])
@@ -58,4 +59,4 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str):
     path = tmp_path / "run.yaml"
     path.write_text(text)
     with pytest.raises(UsageError, match=r"run\.yaml"):
-        load_config(path)
+        build(TrainConfig, read_yaml(path), source=str(path))
