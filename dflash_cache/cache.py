@@ -222,7 +222,7 @@ def _flatten(prefix: str, value: Any) -> dict[str, Any]:
 
 def _identity_fields(have: Manifest, want: Manifest) -> list[tuple[str, Any, Any]]:
     """(name, of `have`, of `want`); what people choose first, what follows from it last."""
-    pairs = [("taps", list(have.taps), list(want.taps))]
+    pairs: list[tuple[str, Any, Any]] = [("taps", list(have.taps), list(want.taps))]
     left, right = have.geometry.to_dict(), want.geometry.to_dict()
     pairs += [(n, left[n], right[n]) for n in ("seq_len", "hidden", "encoding")]
     # Through JSON, so that a tuple of the caller equals the list in the file.

@@ -41,7 +41,8 @@ def inspect_shard(path: Path | str, *, tokens: int = 64, tokenizer: Any = None) 
     if place.header:
         report.cache = place.header
     try:
-        shard = Shard.open(place.path, place.cache and place.cache.geometry, check=False)
+        geometry = place.cache.geometry if place.cache else None
+        shard = Shard.open(place.path, geometry, check=False)
     except DataError as error:
         report.problems.append(str(error))
         return report

@@ -143,7 +143,7 @@ def _mapping(value: Any) -> tuple[bool, Any]:
 
 
 def _convert(value: Any, wanted: type) -> tuple[bool, Any]:
-    if not isinstance(value, int | float | str | Path):
+    if isinstance(value, bool) or not isinstance(value, int | float | str | Path):
         return False, None
     try:
         converted = wanted(value)

@@ -222,7 +222,7 @@ class Shard:
 
     def _shape_problems(self) -> list[str]:
         states, g = self.layouts[STATES], self.geometry
-        want = {STATES: (g.row_shape, g.dtype)}
+        want: dict[str, tuple[tuple[int, ...], np.dtype]] = {STATES: (g.row_shape, g.dtype)}
         want |= {name: ((g.seq_len,), dtype) for name, dtype in ROW_ARRAYS.items()}
         problems = [
             f"{layout.folder}: a row is {layout.dtype} {list(layout.shape[1:])}, "

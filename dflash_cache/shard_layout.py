@@ -13,7 +13,7 @@ import numpy as np
 from dflash_cache.errors import DataError
 
 STATES = "states"
-ROW_ARRAYS = {
+ROW_ARRAYS: dict[str, np.dtype] = {
     "input_ids": np.dtype("<i4"),
     "loss_mask": np.dtype("u1"),
     "document": np.dtype("<i4"),

@@ -2,6 +2,7 @@
 
 import io
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -135,10 +136,39 @@ def _shard_facts(report: ShardReport) -> dict[str, Any]:
         "bytes a token": f"{report.bytes_per_token:,.0f}",
         "encoding": report.encoding,
         "crc32c": f"{report.checked} rows checked, {bad}",
-        "kernels": report.kernels,
-        "versions": report.versions,
-        "skipped": report.skipped,
+        "kernels": _kernels(report.kernels),
+        "versions": _versions(report.versions),
+        "skipped": _skipped(report.skipped),
     }
+
+
+# The attributes are read from a file that may be damaged, so any value must be shown somehow.
+
+
+def _kernels(lines: Any) -> Any:
+    """The headline; what each layer ran is for `--json`."""
+    if not isinstance(lines, list) or not lines:
+        return lines or "not recorded"
+    more = " (per layer: --json)" if len(lines) > 1 else ""
+    return str(lines[0]).removeprefix("kernels: ") + more
+
+
+def _versions(versions: Any) -> Any:
+    if not isinstance(versions, dict) or not versions:
+        return versions or "not recorded"
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+def _skipped(documents: Any) -> Any:
+    """How many documents have no states here, and how many for which reason."""
+    if not isinstance(documents, list) or not documents:
+        return documents or "none"
+    reasons = Counter(
+        str(entry.get("reason", "reason not recorded")) if isinstance(entry, dict) else str(entry)
+        for entry in documents
+    )
+    told = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+    return f"{len(documents)} document{'s' * (len(documents) > 1)} ({told})"
 
 
 def _array_table(arrays: list[ArrayInfo]) -> Table:

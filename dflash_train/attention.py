@@ -207,10 +207,25 @@ def _pad_slots(bounds: SlotBounds) -> SlotBounds:
     return SlotBounds(*(torch.cat(pair, dim=1) for pair in zip(given, fill, strict=True)))
 
 
+@torch.library.custom_op("dflash::stored", mutates_args=())
+def _stored(x: Tensor) -> Tensor:
+    """A copy that the compiler must write to memory, being unable to look inside."""
+    return x.clone()
+
+
+@_stored.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
 def _mask_mod(bounds: SlotBounds, offset: int) -> Callable[..., Tensor]:
-    """The mask between tiles, free of division; `offset` is the index of the first slot's key."""
-    lower, upper = bounds.lower, bounds.upper
-    start, end = bounds.own_start + offset, bounds.own_end + offset
+    """The mask between tiles, free of division; `offset` is the index of the first slot's key.
+
+    The compiler would compute the bounds anew for every pair of query and key, inside the attention
+    kernel (where torch 2.11 fails on their padding), so they are stored first.
+    """
+    parts = (bounds.lower, bounds.upper, bounds.own_start + offset, bounds.own_end + offset)
+    lower, upper, start, end = _stored(torch.stack(parts)).unbind()  # each [B, Q]
 
     def mask_mod(b, h, q, kv):
         context = (kv >= lower[b, q]) & (kv < upper[b, q])

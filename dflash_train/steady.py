@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch._dynamo.callback import callback_handler
 
+QUIET_STEPS = 4
 _SYNC_TEXT = "synchronizing CUDA operation"
 
 
@@ -41,7 +42,7 @@ class Steady:
         self.armed = False
         self.first_violation = ""
         self._compiles: list[str] = []
-        self._allocations = 0
+        self._allocations = self._quiet = 0
 
     def close(self) -> None:
         """Take the compile hook out again; the counts stay."""
@@ -52,10 +53,21 @@ class Steady:
         self._compiles.append(" ".join(str(e) for e in event) or "a graph")
 
     def settle(self) -> None:
-        """Give the warm-up's leftovers back; run two more steps before `arm`."""
+        """Give the warm-up's leftovers back; then run steps until `settled`."""
         gc.collect()
         if self.cuda:
             torch.cuda.empty_cache()
+        self._quiet, self._allocations = 0, self._device_allocations()
+
+    def settled(self) -> bool:
+        """Call after each step; True once QUIET_STEPS in a row allocated nothing.
+
+        The allocator cuts its segments anew after `settle`, and needs a few steps until the pieces
+        that one step leaves fit the next.
+        """
+        before, self._allocations = self._allocations, self._device_allocations()
+        self._quiet = self._quiet + 1 if self._allocations == before else 0
+        return self._quiet >= QUIET_STEPS
 
     def arm(self) -> None:
         """Take the baseline: from here on the promise holds."""

@@ -28,7 +28,7 @@ from dflash_train.step import TrainStep, learning_rate
 from dflash_train.stream import RowStream
 from dflash_train.teacher_forced import Acceptance, TeacherForced
 
-SETTLE_STEPS = 2  # between giving the warm-up's memory back and the baseline
+SETTLE_LIMIT = 100  # steps after which the promise holds even if the allocator still moves
 
 
 @dataclass(frozen=True)
@@ -138,10 +138,11 @@ def train(config: TrainConfig, report: Callable[[str], None] = print) -> TrainSu
                 steady.settle()
                 stream.start()
                 clock.restart()
-            if done - first == config.warmup_steps + SETTLE_STEPS:
+            elif done - first > config.warmup_steps and not steady.armed:
                 if evaluation:
                     evaluation.rehearse()
-                steady.arm()
+                if steady.settled() or done - first > config.warmup_steps + SETTLE_LIMIT:
+                    steady.arm()
 
             if done % config.log_every == 0 or done == steps:
                 log.step(done, lr, train_step.report())

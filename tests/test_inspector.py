@@ -63,6 +63,41 @@ def test_of_a_cache_the_first_shard_that_is_there_is_shown_below_a_header(tmp_pa
     assert "target" in render(report)
 
 
+def shown(report, name: str) -> str:
+    """The line of that name in what a person sees, without the name."""
+    (line,) = [x for x in render(report).splitlines() if x.startswith(f"  {name} ")]
+    return line.removeprefix(f"  {name}").strip()
+
+
+def test_kernels_versions_and_skipped_are_read_without_json(cache):
+    report = inspect_shard(cache.shard_path(0))
+    report.kernels = ["kernels: torch reference on CPU (2 GatedDeltaNet layers)", "layer 0", "l 1"]
+    report.versions = {"python": "3.11.7", "torch": "2.13.0+cpu"}
+    bad = [("states not finite", 1), ("all-zero states", 2), ("states not finite", 3)]
+    report.skipped = [{"reason": reason, "document": number} for reason, number in bad]
+    assert shown(report, "kernels") == (
+        "torch reference on CPU (2 GatedDeltaNet layers) (per layer: --json)"
+    )
+    assert shown(report, "versions") == "python 3.11.7, torch 2.13.0+cpu"
+    assert shown(report, "skipped") == "3 documents (2 states not finite, 1 all-zero states)"
+    assert report.to_dict()["kernels"][1:] == ["layer 0", "l 1"]
+
+
+def test_a_shard_that_skipped_and_recorded_nothing_says_so(cache):
+    report = inspect_shard(cache.shard_path(0))
+    assert shown(report, "kernels") == "layer 0: torch reference"
+    assert shown(report, "skipped") == "none"
+    report.kernels, report.versions = None, None
+    assert shown(report, "kernels") == shown(report, "versions") == "not recorded"
+
+
+@pytest.mark.parametrize("value", [3, "x", {"a": 1}, [3], [None], [["reason"]]])
+def test_attributes_of_another_form_are_shown_all_the_same(cache, value):
+    report = inspect_shard(cache.shard_path(0))
+    report.kernels = report.versions = report.skipped = value
+    assert all(shown(report, name) for name in ("kernels", "versions", "skipped"))
+
+
 def test_the_report_is_json(cache):
     report = inspect_shard(cache.path)
     assert json.loads(json.dumps(report.to_dict())) == report.to_dict()

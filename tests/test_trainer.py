@@ -66,13 +66,13 @@ def test_the_summary_and_the_metrics_tell_the_run(cache: Cache, tmp_path: Path):
     assert wanted | {"eta_s", "grad_norm", "skipped", "accuracy"} <= set(lines[1])
     assert lines[0]["config"]["anchors"] == 6
     assert lines[-1]["steady"] == {
-        "steps": 4, "recompiles": 0, "device_allocations": 0, "syncs": 0
+        "steps": 2, "recompiles": 0, "device_allocations": 0, "syncs": 0
     }  # fmt: skip
     log = next(line for line in told if line.startswith("step 8/9"))
     parts = [part.split()[0] for part in log.split(" | ")]
     assert parts[:4] == ["step", "loss", "tau", "lr"]
     assert parts[5:] == ["data", "memory", "ETA"]
-    assert "after warm-up: 0 recompiles in 4 steps" in summary.steady_line
+    assert "after warm-up: 0 recompiles in 2 steps" in summary.steady_line
     assert summary.steady_line in told
     assert any("per supervised token" in line for line in told)
     assert summary.tokens == 9 * 64
@@ -214,7 +214,7 @@ def test_a_sliding_layer_trains_and_is_written_down(cache: Cache, tmp_path: Path
     ("changes", "told"),
     [
         ({"anchors": 65}, "anchors is 65, but a row has 64 tokens"),
-        ({"device": "cuda"}, "torch sees no GPU here"),
+        ({"device": "cuda"}, "torch sees no CUDA GPU here"),
         ({"resume": True}, "no checkpoint to resume"),
     ],
 )

@@ -17,6 +17,7 @@ import importlib.metadata
 import json
 import random
 import re
+import sys
 import sysconfig
 import textwrap
 from collections import Counter
@@ -70,13 +71,14 @@ def walk(root: Path, suffixes: tuple[str, ...], group: str, prefix: str) -> Iter
 
 def licence_of(name: str, site_packages: Path | None) -> str:
     """The licence that the package's metadata names; empty if it names none."""
-    where = {"path": [str(site_packages)]} if site_packages else {}
-    found = list(importlib.metadata.distributions(name=name, **where))
+    path = [str(site_packages)] if site_packages else sys.path
+    found = list(importlib.metadata.distributions(name=name, path=path))
     if not found:
         raise SystemExit(f"build_corpus: package {name!r} is not installed; leave it out")
     meta = found[0].metadata
+    expression, text = (meta.get_all(n) or [] for n in ("License-Expression", "License"))
     classifiers = [c for c in meta.get_all("Classifier") or [] if c.startswith("License")]
-    stated = meta.get("License-Expression") or " ".join(classifiers) or meta.get("License") or ""
+    stated = " ".join(expression) or " ".join(classifiers) or " ".join(text)
     return stated.splitlines()[0] if stated else ""
 
 
@@ -287,7 +289,7 @@ def main() -> None:
             args.out / "heldout.jsonl", limit_chats(heldout, args.chat_share, args.seed)
         ),
     }
-    sizes = Counter()
+    sizes: Counter[str] = Counter()
     for source in sources:
         sizes[source.group] += len(source.text)
     summary["characters_by_source"] = dict(sizes)

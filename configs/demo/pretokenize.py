@@ -77,9 +77,8 @@ def main() -> None:
     )
     held, held_bytes, held_documents = tokenise(args.corpus / "heldout.jsonl", tokenizer, None)
     args.out.mkdir(parents=True, exist_ok=True)
-    np.savez_compressed(
-        args.out / "tokens.npz", **planes("train", train), **planes("heldout", held)
-    )
+    arrays = planes("train", train) | planes("heldout", held)
+    np.savez_compressed(args.out / "tokens.npz", **arrays)  # type: ignore[arg-type]  # not allow_pickle
     meta = {
         "tokenizer_size": len(tokenizer),
         "train_tokens": len(train),

@@ -181,7 +181,7 @@ def main() -> None:
             prompts = limit({name: file[name] for name in file.files}, args.documents)
     print({name: len(rows) for name, rows in prompts.items()}, flush=True)
     if args.only_prompts:
-        np.savez_compressed(args.out, **prompts)
+        np.savez_compressed(args.out, **prompts)  # type: ignore[arg-type]  # not allow_pickle
         return
     model, start = load(args), time.time()
     counts = write(args.out, generate(model, prompts, args))

@@ -103,7 +103,8 @@ class Trainer:
             dummy = torch.zeros(1, 1, 1, device=device)
             self.cos, self.sin = model.model.rotary_emb(dummy, positions)  # [1, S, 16]
         self.parameters = list(model.parameters())
-        matrices, others = [], []
+        matrices: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
         for name, parameter in model.named_parameters():
             hidden = parameter.ndim == 2 and min(parameter.shape) > 8 and "embed" not in name
             (matrices if hidden else others).append(parameter)

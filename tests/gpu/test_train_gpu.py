@@ -42,12 +42,12 @@ def quiet(_: str) -> None:
 
 def test_no_recompile_allocation_or_sync_in_thirty_strict_steps(cache: Cache, tmp_path: Path):
     settings = config(
-        cache, tmp_path / "o", steps=35, log_every=5, eval_every=10, checkpoint_every=10
+        cache, tmp_path / "o", steps=60, log_every=5, eval_every=20, checkpoint_every=20
     )
     summary = train(settings, quiet)
-    assert summary.steady_line == (
-        "after warm-up: 0 recompiles, 0 device allocations, 0 syncs in 30 steps"
-    )
+    counts = summary.steady
+    assert (counts.recompiles, counts.device_allocations, counts.syncs) == (0, 0, 0)
+    assert counts.steps >= 30
     assert summary.skipped == 0
     lines = [json.loads(s) for s in (tmp_path / "o" / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if line["kind"] == "train"]
@@ -56,12 +56,11 @@ def test_no_recompile_allocation_or_sync_in_thirty_strict_steps(cache: Cache, tm
 
 def test_no_recompile_with_sliding_layers_and_accumulation(cache: Cache, tmp_path: Path):
     settings = config(
-        cache, tmp_path / "o", steps=12, accumulation=2, sliding_layers=1, sliding_window=64
+        cache, tmp_path / "o", steps=40, accumulation=2, sliding_layers=1, sliding_window=64
     )
-    assert (
-        "0 recompiles, 0 device allocations, 0 syncs in 7 steps"
-        in train(settings, quiet).steady_line
-    )
+    counts = train(settings, quiet).steady
+    assert (counts.recompiles, counts.device_allocations, counts.syncs) == (0, 0, 0)
+    assert counts.steps >= 10
 
 
 def first_loss(cache: Cache, device: str, precision: str) -> tuple[float, list[torch.Tensor]]:
