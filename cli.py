@@ -33,7 +33,7 @@ class Sentences(click.Group):
         except DataError as error:
             raise click.ClickException(str(error)) from error
         except RuntimeError as error:
-            # A broken promise under --strict, or CUDA out of memory; any other is a bug, shown as one.
+            # A broken promise under --strict, or CUDA out of memory; any other one is a bug.
             if type(error).__name__ not in ("SteadyError", "OutOfMemoryError"):
                 raise
             raise click.ClickException(str(error)) from error

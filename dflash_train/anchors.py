@@ -1,10 +1,10 @@
 """Which tokens of a row are drafted from, and what each slot of their blocks is given and asked.
 
-Everything here has a fixed shape, reads no value back from the device and traces under
-`torch.compile(fullgraph=True)`: the compiled step samples its own anchors.
+Everything here has a fixed shape and reads no value back from the device; it also traces under
+`torch.compile(fullgraph=True)`.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +14,7 @@ from dflash_cache.errors import UsageError
 _WORD = 0xFFFFFFFF
 
 
-@dataclass(frozen=True)
-class DraftInputs:
+class DraftInputs(NamedTuple):
     """The blocks of a batch: N anchors a row, K slots a block, Q = N*K.
 
     Attributes:

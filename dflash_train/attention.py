@@ -8,7 +8,7 @@ a + k - j < W. Causal layers show a slot the slots of its block up to itself.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,8 +36,44 @@ class SlotBounds:
     own_end: Tensor
 
 
-@dataclass(frozen=True)
-class Mask:
+class Blocks(NamedTuple):
+    """What flex_attention needs of a mask, all int32, as plain tensors that a compiled step takes.
+
+    Attributes:
+        kv_count, kv_index, full_kv_count, full_kv_index: for each tile of queries its partial and
+            its full tiles of keys: `[B, 1, Q/128]` and `[B, 1, Q/128, (S+Q)/128]`.
+        q_count, q_index, full_q_count, full_q_index: the same from the keys' side, for the
+            backward: `[B, 1, (S+Q)/128]` and `[B, 1, (S+Q)/128, Q/128]`.
+        lower, upper, own_start, own_end: `SlotBounds` of the padded slots, `[B, Q]`, the last two
+            counted from the first key.
+    """
+
+    kv_count: Tensor
+    kv_index: Tensor
+    full_kv_count: Tensor
+    full_kv_index: Tensor
+    q_count: Tensor
+    q_index: Tensor
+    full_q_count: Tensor
+    full_q_index: Tensor
+    lower: Tensor
+    upper: Tensor
+    own_start: Tensor
+    own_end: Tensor
+
+    def block_mask(self) -> BlockMask:
+        """As flex_attention takes it; the mask between tiles is free of division."""
+        lower, upper, start, end = self[8:]
+
+        def mask_mod(b, h, q, kv):
+            context = (kv >= lower[b, q]) & (kv < upper[b, q])
+            return context | ((kv >= start[b, q]) & (kv < end[b, q]))
+
+        lengths = (lower.shape[1], self.kv_index.shape[3] * TILE)
+        return BlockMask(lengths, *self[:8], (TILE, TILE), mask_mod)
+
+
+class Mask(NamedTuple):
     """One layer's mask in the form that its device wants; neither of the two means "see all".
 
     Attributes:
@@ -46,11 +82,10 @@ class Mask:
     """
 
     dense: Tensor | None = None
-    blocks: BlockMask | None = None
+    blocks: Blocks | None = None
 
 
-@dataclass(frozen=True)
-class Masks:
+class Masks(NamedTuple):
     """The masks of the two kinds of layer; `sliding` is None if the drafter has no such layer."""
 
     full: Mask
@@ -106,7 +141,7 @@ def dense_mask(bounds: SlotBounds, seq_len: int) -> Tensor:
     return torch.cat([sees, own], dim=2)
 
 
-def build_block_mask(
+def build_blocks(
     anchors: Tensor,
     lo: Tensor,
     *,
@@ -114,7 +149,7 @@ def build_block_mask(
     block_size: int,
     window: int | None = None,
     causal: bool = False,
-) -> BlockMask:
+) -> Blocks:
     """The same for flex_attention, over `padded(S) + padded(Q)` keys and `padded(Q)` queries.
 
     The block lists come from the bounds directly: a context tile is full for a tile of slots if it
@@ -122,14 +157,19 @@ def build_block_mask(
     meets any slot's range. Full tiles skip the mask, so the *largest* lower bound is what keeps a
     block from seeing another document. Padded context is below no upper bound; a padded slot sees
     itself alone, which keeps its softmax finite.
+
+    Call it outside of the compiled step: its results must lie in memory of their own before the
+    attention kernel reads them (torch 2.11 inlines into the kernel what it can compute there).
     """
     bounds = slot_bounds(anchors, lo, block_size=block_size, window=window, causal=causal)
     bounds = _pad_slots(bounds)
-    context_tiles, slots = padded(seq_len) // TILE, bounds.lower.shape[1]
-    lists = _block_lists(bounds, context_tiles)
-    lengths = (slots, context_tiles * TILE + slots)
-    mod = _mask_mod(bounds, context_tiles * TILE)
-    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=TILE, mask_mod=mod, seq_lengths=lengths)
+    context_tiles = padded(seq_len) // TILE
+    listed = BlockMask.from_kv_blocks(*_block_lists(bounds, context_tiles), BLOCK_SIZE=TILE)
+    lists = [getattr(listed, f"{side}_{what}") for side in ("kv", "full_kv", "q", "full_q")
+             for what in ("num_blocks", "indices")]  # fmt: skip
+    offset = context_tiles * TILE
+    own = (bounds.own_start + offset, bounds.own_end + offset)
+    return Blocks(*lists, bounds.lower, bounds.upper, *own)
 
 
 def build_masks(anchors: Tensor, lo: Tensor, config: DrafterConfig, *, seq_len: int) -> Masks:
@@ -144,7 +184,7 @@ def build_masks(anchors: Tensor, lo: Tensor, config: DrafterConfig, *, seq_len: 
     def build(window: int | None, causal: bool) -> Mask:
         kind: dict[str, Any] = {"block_size": config.block_size, "window": window, "causal": causal}
         if anchors.is_cuda:
-            return Mask(blocks=build_block_mask(anchors, lo, seq_len=seq_len, **kind))
+            return Mask(blocks=build_blocks(anchors, lo, seq_len=seq_len, **kind))
         return Mask(dense=dense_mask(slot_bounds(anchors, lo, **kind), seq_len)[:, None])
 
     full = build(None, config.causal("full_attention"))
@@ -178,7 +218,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     flex: Callable[..., Any] = flex_attention if torch.compiler.is_compiling() else _compiled_flex()
     options: Any = {"BACKEND": "TRITON"} if q.is_cuda else None  # AUTO may pick flex-decoding
     queries = _pad_tiles(q)
-    out = flex(queries, k, v, block_mask=mask.blocks, enable_gqa=True, kernel_options=options)
+    out = flex(
+        queries, k, v, block_mask=mask.blocks.block_mask(), enable_gqa=True, kernel_options=options
+    )
     return out[:, :, : q.shape[2]]
 
 
@@ -205,33 +247,6 @@ def _pad_slots(bounds: SlotBounds) -> SlotBounds:
     fill = (torch.zeros_like(extra), torch.zeros_like(extra), extra, extra + 1)
     given = (bounds.lower, bounds.upper, bounds.own_start, bounds.own_end)
     return SlotBounds(*(torch.cat(pair, dim=1) for pair in zip(given, fill, strict=True)))
-
-
-@torch.library.custom_op("dflash::stored", mutates_args=())
-def _stored(x: Tensor) -> Tensor:
-    """A copy that the compiler must write to memory, being unable to look inside."""
-    return x.clone()
-
-
-@_stored.register_fake
-def _(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
-def _mask_mod(bounds: SlotBounds, offset: int) -> Callable[..., Tensor]:
-    """The mask between tiles, free of division; `offset` is the index of the first slot's key.
-
-    The compiler would compute the bounds anew for every pair of query and key, inside the attention
-    kernel (where torch 2.11 fails on their padding), so they are stored first.
-    """
-    parts = (bounds.lower, bounds.upper, bounds.own_start + offset, bounds.own_end + offset)
-    lower, upper, start, end = _stored(torch.stack(parts)).unbind()  # each [B, Q]
-
-    def mask_mod(b, h, q, kv):
-        context = (kv >= lower[b, q]) & (kv < upper[b, q])
-        return context | ((kv >= start[b, q]) & (kv < end[b, q]))
-
-    return mask_mod
 
 
 def _block_lists(bounds: SlotBounds, context_tiles: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -1,7 +1,8 @@
 """One optimizer step: rows of the cache in, loss and counters on the device; no host sync.
 
-On CUDA decoding, anchors, masks, drafter and loss are one compiled graph of fixed shapes, and the
-update is one fused kernel. On the CPU the same functions run eagerly.
+On CUDA drafter and loss are one compiled graph of fixed shapes, and the update is one fused kernel;
+anchors and masks are drawn before it by small kernels, so that what the attention kernel reads of
+them lies in memory. On the CPU the same functions run eagerly.
 """
 
 import math
@@ -14,16 +15,21 @@ from torch import Tensor
 from dflash_cache.cache import FrozenTarget
 from dflash_cache.encoding import decode
 from dflash_train.anchors import DraftInputs, candidates, draft_inputs, sample_anchors
-from dflash_train.attention import build_masks
+from dflash_train.attention import Masks, build_masks
 from dflash_train.config import TrainConfig
-from dflash_train.drafter import Drafter
+from dflash_train.drafter import Drafter, DrafterConfig
 from dflash_train.loss import decay_weights, default_gamma, linear_cross_entropy
 from dflash_train.rows import Batch
 from dflash_train.tally import Counters, StepReport, tally_of
 
 
 def hidden_of_slots(
-    drafter: Drafter, embed: Tensor, states: Tensor, position: Tensor, blocks: DraftInputs
+    drafter: Drafter,
+    embed: Tensor,
+    states: Tensor,
+    position: Tensor,
+    blocks: DraftInputs,
+    masks: Masks,
 ) -> Tensor:
     """The drafter's output at the K-1 slots of each block that predict: [B, N, K-1, D].
 
@@ -31,10 +37,28 @@ def hidden_of_slots(
     casts its fp32 masters to it within the graph.
     """
     rows, n = blocks.anchors.shape
-    masks = build_masks(blocks.anchors, blocks.lo, drafter.config, seq_len=states.shape[1])
     noise = F.embedding(blocks.tokens, embed)  # [B, Q, D]
     hidden = drafter(states, noise, position.long(), blocks.q_positions, masks)
     return hidden.view(rows, n, drafter.config.block_size, -1)[:, :, 1:]
+
+
+@torch.no_grad()
+def blocks_at(
+    batch: Batch, anchors: Tensor, valid: Tensor, shape: DrafterConfig
+) -> tuple[DraftInputs, Masks]:
+    """What the compiled part is given of a batch besides its states, for `anchors` [B, N]."""
+    blocks = draft_inputs(
+        batch.input_ids,
+        batch.loss_mask,
+        batch.document,
+        batch.position,
+        anchors,
+        valid,
+        block_size=shape.block_size,
+        mask_token_id=shape.mask_token_id,
+    )
+    masks = build_masks(blocks.anchors, blocks.lo, shape, seq_len=batch.position.shape[1])
+    return blocks, masks
 
 
 class TrainStep:
@@ -76,15 +100,8 @@ class TrainStep:
         self._counters.begin()
         for turn in range(self.config.accumulation):
             batch = next(stream)
-            loss, tally = self.forward(
-                batch.states,
-                batch.input_ids,
-                batch.loss_mask,
-                batch.document,
-                batch.position,
-                batch.row_ids,
-                batch.epochs,
-            )
+            blocks, masks = self.prepare(batch)
+            loss, tally = self.forward(decode(batch.states), batch.position, blocks, masks)
             loss.backward()
             self._counters.add(turn, tally, batch.row_ids)
         self.lr.fill_(lr)
@@ -94,46 +111,20 @@ class TrainStep:
         """Read and reset the counters; waits for the device."""
         return self._counters.read()
 
-    def _forward(
-        self,
-        states: Tensor,
-        input_ids: Tensor,
-        loss_mask: Tensor,
-        document: Tensor,
-        position: Tensor,
-        row_ids: Tensor,
-        epochs: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """Sum of weight * nll (not yet averaged), and the flat Tally."""
-        allowed = candidates(loss_mask, document, position)
+    @torch.no_grad()
+    def prepare(self, batch: Batch) -> tuple[DraftInputs, Masks]:
+        """Draw the anchors of a batch, and what follows from them; small kernels, no sync."""
+        allowed = candidates(batch.loss_mask, batch.document, batch.position)
         anchors, valid = sample_anchors(
-            allowed, row_ids, seed=self.seed, epoch=epochs, n=self.anchors
+            allowed, batch.row_ids, seed=self.seed, epoch=batch.epochs, n=self.anchors
         )
-        return self.loss_at(states, input_ids, loss_mask, document, position, anchors, valid)
+        return blocks_at(batch, anchors, valid, self.drafter.config)
 
-    def loss_at(
-        self,
-        states: Tensor,
-        input_ids: Tensor,
-        loss_mask: Tensor,
-        document: Tensor,
-        position: Tensor,
-        anchors: Tensor,
-        valid: Tensor,
+    def _forward(
+        self, states: Tensor, position: Tensor, blocks: DraftInputs, masks: Masks
     ) -> tuple[Tensor, Tensor]:
-        """As the step, at given `anchors` and `valid` [B, N]."""
-        shape = self.drafter.config
-        blocks = draft_inputs(
-            input_ids,
-            loss_mask,
-            document,
-            position,
-            anchors,
-            valid,
-            block_size=shape.block_size,
-            mask_token_id=shape.mask_token_id,
-        )
-        hidden = hidden_of_slots(self.drafter, self.frozen.embed, decode(states), position, blocks)
+        """Sum of weight * nll (not yet averaged), and the flat Tally; states [B, S, T, D]."""
+        hidden = hidden_of_slots(self.drafter, self.frozen.embed, states, position, blocks, masks)
         weights = blocks.weights_valid * self.decay  # [B, N, K-1]
         loss, _, correct = linear_cross_entropy(
             hidden.reshape(-1, hidden.shape[-1]),

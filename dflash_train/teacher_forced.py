@@ -14,10 +14,11 @@ from torch import Tensor
 
 from dflash_cache.cache import Cache, FrozenTarget
 from dflash_cache.encoding import decode
-from dflash_train.anchors import candidates, draft_inputs
+from dflash_train.anchors import DraftInputs, candidates
+from dflash_train.attention import Masks
 from dflash_train.drafter import Drafter
 from dflash_train.rows import Batch, RowBuffer, RowReader
-from dflash_train.step import hidden_of_slots
+from dflash_train.step import blocks_at, hidden_of_slots
 from dflash_train.tally import accepted_length
 
 HEAD_CHUNK = 1024  # slots whose logits exist at once
@@ -187,41 +188,18 @@ class TeacherForced:
         anchors = torch.zeros(1, self.anchors, dtype=torch.int64)
         anchors[0, : len(places)] = torch.from_numpy(places)
         valid = torch.arange(self.anchors)[None] < len(places)
-        right, labels = self.predict(
-            batch.states,
-            batch.input_ids,
-            batch.loss_mask,
-            batch.document,
-            batch.position,
-            anchors.to(self.device),
-            valid.to(self.device),
+        blocks, masks = blocks_at(
+            batch, anchors.to(self.device), valid.to(self.device), self.drafter.config
         )
+        right, labels = self.predict(decode(batch.states), batch.position, blocks, masks)
         return right[0, : len(places)].cpu().numpy(), labels[0, : len(places)].cpu().numpy()
 
     def _predict(
-        self,
-        states: Tensor,
-        input_ids: Tensor,
-        loss_mask: Tensor,
-        document: Tensor,
-        position: Tensor,
-        anchors: Tensor,
-        valid: Tensor,
+        self, states: Tensor, position: Tensor, blocks: DraftInputs, masks: Masks
     ) -> tuple[Tensor, Tensor]:
         """Whether each slot is right [B, N, K-1], and the supervised slots of a block [B, N]."""
-        shape = self.drafter.config
-        blocks = draft_inputs(
-            input_ids,
-            loss_mask,
-            document,
-            position,
-            anchors,
-            valid,
-            block_size=shape.block_size,
-            mask_token_id=shape.mask_token_id,
-        )
         hidden = hidden_of_slots(
-            self.drafter, self.frozen.embed, decode(states), position, blocks
+            self.drafter, self.frozen.embed, states, position, blocks, masks
         )  # [B, N, K-1, D]
         flat = hidden.reshape(-1, hidden.shape[-1])
         best = [(part @ self.frozen.head.T).argmax(-1) for part in flat.split(HEAD_CHUNK)]

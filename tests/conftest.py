@@ -16,6 +16,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow-seed", type=int, default=0, help="seed of the sample (default: 0)")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    # The models are tiny. With several threads a step mostly waits at torch's barriers as soon as
+    # another process wants the cores: a test of 4 s on a quiet machine takes minutes then.
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     skip_gpu = pytest.mark.skip(reason="needs a CUDA GPU, and torch sees none here")
     for item in items:

@@ -10,7 +10,7 @@ from dflash_train.attention import (
     TILE,
     Mask,
     attend,
-    build_block_mask,
+    build_blocks,
     build_masks,
     dense_mask,
     join,
@@ -69,14 +69,12 @@ def test_block_lists_agree_with_the_dense_mask(seed, seq_len, shape, kind):
     (k, n), (window, causal) = shape, kind
     blocks = random_blocks(seed, seq_len, n, k)
     options = {"block_size": k, "window": window, "causal": causal}
-    lists = build_block_mask(blocks.anchors, blocks.lo, seq_len=seq_len, **options)
+    lists = build_blocks(blocks.anchors, blocks.lo, seq_len=seq_len, **options)
     whole = whole_dense(blocks, seq_len, options)
     tiles = whole.unflatten(1, (-1, TILE)).unflatten(3, (-1, TILE))
     seen, full = tiles.any(4).any(2), tiles.all(4).all(2)  # [B, Q/128, (S+Q)/128]
-    listed = counted(lists.kv_num_blocks, lists.kv_indices, seen.shape)
-    assert lists.full_kv_num_blocks is not None
-    assert lists.full_kv_indices is not None
-    listed_full = counted(lists.full_kv_num_blocks, lists.full_kv_indices, seen.shape)
+    listed = counted(lists.kv_count, lists.kv_index, seen.shape)
+    listed_full = counted(lists.full_kv_count, lists.full_kv_index, seen.shape)
     assert not (listed_full.bool() & ~full).any(), "a partial tile is listed as full"
     assert ((listed + listed_full)[seen] == 1).all(), "a visible tile is missing or listed twice"
     assert (listed + listed_full).max() <= 1
@@ -103,18 +101,17 @@ def test_the_mask_between_tiles_is_the_dense_mask(seed, shape, kind):
     (k, n), (window, causal) = shape, kind
     blocks = random_blocks(seed, 200, n, k)
     options = {"block_size": k, "window": window, "causal": causal}
-    lists = build_block_mask(blocks.anchors, blocks.lo, seq_len=200, **options)
+    lists = build_blocks(blocks.anchors, blocks.lo, seq_len=200, **options)
     whole = whole_dense(blocks, 200, options)
     b, q, kv = torch.meshgrid(*(torch.arange(n) for n in whole.shape), indexing="ij")
-    assert torch.equal(lists.mask_mod(b, torch.zeros_like(b), q, kv), whole)
+    assert torch.equal(lists.block_mask().mask_mod(b, torch.zeros_like(b), q, kv), whole)
 
 
 def test_full_tiles_are_found_where_a_long_document_has_them():
     anchors = torch.arange(600, 616)[None]
-    lists = build_block_mask(anchors, torch.zeros_like(anchors), seq_len=1024, block_size=16)
-    assert lists.full_kv_num_blocks is not None
-    assert lists.full_kv_num_blocks.tolist() == [[[4, 4]]]
-    assert lists.kv_num_blocks.tolist() == [[[2, 2]]]  # the tile of the anchors, and their own
+    lists = build_blocks(anchors, torch.zeros_like(anchors), seq_len=1024, block_size=16)
+    assert lists.full_kv_count.tolist() == [[[4, 4]]]
+    assert lists.kv_count.tolist() == [[[2, 2]]]  # the tile of the anchors, and their own
 
 
 def test_off_cuda_masks_are_dense_and_sliding_layers_have_their_own():
@@ -144,7 +141,7 @@ def test_the_compiled_kernel_that_reads_the_lists_equals_dense_attention():
         context, own = torch.randn(2, 2, 2, seq_len, 16), torch.randn(2, 2, 2, n * k, 16)
         for window, causal in [(None, False), (64, True), (64, False)]:
             options = {"block_size": k, "window": window, "causal": causal}
-            lists = build_block_mask(blocks.anchors, blocks.lo, seq_len=seq_len, **options)
+            lists = build_blocks(blocks.anchors, blocks.lo, seq_len=seq_len, **options)
             dense = dense_mask(slot_bounds(blocks.anchors, blocks.lo, **options), seq_len)[:, None]
             got, wanted = (
                 attend(q, join(context[0], own[0], mask), join(context[1], own[1], mask), mask)
@@ -161,7 +158,7 @@ def test_padded_keys_and_queries_change_nothing_for_dense_attention():
     context = torch.randn(2, 2, 90, 16)
     keys = join(context, own, Mask(dense=dense))
     wanted = attend(q, keys, keys, Mask(dense=dense))
-    lists = build_block_mask(blocks.anchors, blocks.lo, seq_len=90, **options)
+    lists = build_blocks(blocks.anchors, blocks.lo, seq_len=90, **options)
     keys = join(context, own, Mask(blocks=lists))
     whole = whole_dense(blocks, 90, options)[:, None]
     got = attend(F.pad(q, (0, 0, 0, 68)), keys, keys, Mask(dense=whole))

@@ -1,6 +1,5 @@
 """The drafter: its equations, what may reach a block, the names of its weights."""
 
-from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +9,14 @@ from hypothesis import strategies as st
 
 from dflash_cache.errors import UsageError
 from dflash_train.anchors import candidates, draft_inputs, sample_anchors
-from dflash_train.attention import Mask, Masks, build_masks
+from dflash_train.attention import (
+    Mask,
+    Masks,
+    build_blocks,
+    build_masks,
+    dense_mask,
+    slot_bounds,
+)
 from dflash_train.drafter import Drafter, DrafterConfig
 from dflash_train.loss import decay_weights, linear_cross_entropy
 from tests.drafting import (
@@ -102,7 +108,7 @@ def test_a_slot_reaches_no_other_block(seed, block, slot):
     other[0, block * 8 + slot] = (other[0, block * 8 + slot] + 1) % VOCAB
     with torch.no_grad():
         before = run(drafter, batch, blocks, taps, embed)
-        after = run(drafter, batch, replace(blocks, tokens=other), taps, embed)
+        after = run(drafter, batch, blocks._replace(tokens=other), taps, embed)
     moved = (before != after).any(2).unflatten(1, (-1, 8))
     assert moved[0, block].all()
     moved[0, block] = False
@@ -220,6 +226,39 @@ def test_a_step_is_one_graph_and_never_recompiles_over_anchors_rows_and_epochs()
         losses.append(float(got[0].detach()))
     assert len(graphs) == 1
     assert len(set(losses)) == 4
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_the_compiled_drafter_takes_block_lists_of_every_step_without_recompiling():
+    config = tiny_config(block_size=10, **{**SLIDING, "sliding_window": 40})
+    drafter = tiny_drafter(config)
+    torch._dynamo.reset()
+    compiled = torch.compile(drafter, fullgraph=True, dynamic=False)
+    for epoch in range(3):
+        batch = packed_rows(epoch, 2, 200, longest=90)
+        blocks = sampled(batch, n=13, block_size=10, seed=epoch)
+        taps = torch.randn(2, 200, config.taps, config.hidden_size)
+        noise = torch.randn(2, 130, config.hidden_size)
+        where = (taps, noise, batch["position"], blocks.q_positions)
+        lists, dense = (masks_of(blocks, config, 200, fused) for fused in (True, False))
+        with torch.compiler.set_stance("fail_on_recompile" if epoch else "default"):
+            got = compiled(*where, lists)
+        torch.testing.assert_close(got, drafter(*where, dense), rtol=1e-4, atol=1e-4)
+
+
+def masks_of(blocks, config, seq_len, fused):
+    """Both kinds of mask as they are on CUDA (`fused`) or elsewhere."""
+
+    def build(window, causal):
+        kind = {"block_size": config.block_size, "window": window, "causal": causal}
+        if fused:
+            return Mask(blocks=build_blocks(blocks.anchors, blocks.lo, seq_len=seq_len, **kind))
+        bounds = slot_bounds(blocks.anchors, blocks.lo, **kind)
+        return Mask(dense=dense_mask(bounds, seq_len)[:, None])
+
+    sliding = build(config.sliding_window, config.causal("sliding_attention"))
+    return Masks(build(None, config.causal("full_attention")), sliding)
 
 
 def test_masks_without_the_sliding_layers_mask_are_refused():

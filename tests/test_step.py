@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from dflash_cache.cache import Cache, load_frozen
 from dflash_cache.encoding import decode
 from dflash_train.anchors import candidates, draft_inputs, sample_anchors
+from dflash_train.attention import build_masks
 from dflash_train.build import build_drafter
 from dflash_train.config import TrainConfig
 from dflash_train.loss import decay_weights, default_gamma
@@ -61,8 +62,10 @@ def plain_loss(step: TrainStep, batch: Batch) -> float:
     )
     kind = {"block_size": shape.block_size, "mask_token_id": shape.mask_token_id}
     blocks = draft_inputs(*row, anchors, valid, **kind)
+    masks = build_masks(blocks.anchors, blocks.lo, shape, seq_len=batch.position.shape[1])
     states = decode(batch.states)
-    hidden = hidden_of_slots(step.drafter, step.frozen.embed, states, batch.position, blocks)
+    embed = step.frozen.embed
+    hidden = hidden_of_slots(step.drafter, embed, states, batch.position, blocks, masks)
     logits = (hidden @ step.frozen.head.T).flatten(0, 2)
     nll = F.cross_entropy(logits, blocks.labels.flatten(), reduction="none")
     weights = decay_weights(shape.block_size, default_gamma(shape.block_size))
@@ -84,9 +87,7 @@ def test_accumulated_batches_equal_one_large_batch(cache: Cache):
 def test_gradient_norm_is_that_of_the_mean_loss_and_is_clipped(cache: Cache):
     step = make_step(cache, clip=0.5)
     batch = next(batches(cache))
-    sums, tally = step.forward(
-        *(getattr(batch, n) for n in Batch.__dataclass_fields__ if n not in ("step", "rows"))
-    )
+    sums, tally = step.forward(decode(batch.states), batch.position, *step.prepare(batch))
     (sums / tally[1]).backward()
     gradients = [p.grad.clone() for p in step.drafter.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients)

@@ -9,7 +9,7 @@ from dflash_train.attention import (
     Mask,
     Masks,
     attend,
-    build_block_mask,
+    build_blocks,
     build_masks,
     dense_mask,
     join,
@@ -40,7 +40,7 @@ def blocks_with_empty_contexts(seed, n, k):
 
 def masks_of(blocks, k, kind):
     options = {"block_size": k, "window": kind[0], "causal": kind[1]}
-    lists = build_block_mask(blocks.anchors, blocks.lo, seq_len=SEQ_LEN, **options)
+    lists = build_blocks(blocks.anchors, blocks.lo, seq_len=SEQ_LEN, **options)
     dense = dense_mask(slot_bounds(blocks.anchors, blocks.lo, **options), SEQ_LEN)
     return Mask(blocks=lists), Mask(dense=dense[:, None])
 
@@ -96,8 +96,8 @@ def config(**changes):
     return tiny_config(layer_types=kinds, sliding_window=64, head_dim=16, **changes)
 
 
-def step(drafter, embed, batch, taps, row_ids, seed, epoch, dense, n=24):
-    shape = drafter.config
+@torch.no_grad()
+def prepare(shape, batch, row_ids, seed, epoch, dense, n=24):
     where = candidates(batch["loss_mask"], batch["document"], batch["position"])
     anchors, valid = sample_anchors(where, row_ids, seed=seed, epoch=epoch, n=n)
     blocks = draft_inputs(
@@ -110,8 +110,14 @@ def step(drafter, embed, batch, taps, row_ids, seed, epoch, dense, n=24):
     masks = dense_masks(blocks, shape) if dense else build_masks(
         blocks.anchors, blocks.lo, shape, seq_len=SEQ_LEN
     )  # fmt: skip
+    return blocks, masks
+
+
+def step(drafter, embed, taps, position, blocks, masks, n=24):
+    """What the trainer compiles: drafter and loss, on blocks and masks that were made before."""
+    shape = drafter.config
     noise = F.embedding(blocks.tokens, embed)
-    hidden = drafter(taps, noise, batch["position"], blocks.q_positions, masks)
+    hidden = drafter(taps, noise, position, blocks.q_positions, masks)
     hidden = hidden.unflatten(1, (n, shape.block_size))[:, :, 1:].flatten(0, 2)
     decay = decay_weights(shape.block_size, 4.0, hidden.device)
     weights = (blocks.weights_valid * decay).flatten()
@@ -154,10 +160,12 @@ def test_a_compiled_step_equals_a_dense_one_and_never_recompiles(dtype, k):
         if epoch == 3:
             data[0]["loss_mask"][0] = 0  # a row without candidates
         with torch.compiler.set_stance("fail_on_recompile" if epoch else "default"):
-            got = compiled(drafter, embed, *data, dense=False)
+            batch, taps, *numbers = data
+            made = prepare(shape, batch, *numbers, dense=False)
+            got = compiled(drafter, embed, taps, batch["position"], *made)
             found = gradients(drafter, got[0])
-        batch, taps, *numbers = data
-        wanted = step(drafter, embed.float(), batch, taps.float(), *numbers, dense=True)
+        exactly = prepare(shape, batch, *numbers, dense=True)
+        wanted = step(drafter, embed.float(), taps.float(), batch["position"], *exactly)
         exact = gradients(drafter, wanted[0])
         limit = 1e-3 if dtype == torch.float32 else 5e-2
         assert abs(float(got[0].detach() - wanted[0].detach())) < limit * float(wanted[0].detach())

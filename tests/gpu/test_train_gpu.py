@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from dflash_cache.cache import Cache, load_frozen
+from dflash_cache.encoding import decode
 from dflash_train.build import build_drafter
 from dflash_train.config import TrainConfig
 from dflash_train.rows import TENSORS
@@ -72,7 +73,8 @@ def first_loss(cache: Cache, device: str, precision: str) -> tuple[float, list[t
     step = TrainStep(build_drafter(settings, cache, frozen, where), frozen, settings, anchors=32)
     stream = RowStream(cache, cache.rows("train"), batch_rows=2, seed=0, device=device)
     batch = next(stream)
-    total, tally = step.forward(*(getattr(batch, name) for name in TENSORS))
+    made = step.prepare(batch)
+    total, tally = step.forward(decode(batch.states), batch.position, *made)
     loss = total / tally[1]
     loss.backward()
     gradients = [p.grad.float().cpu() for p in step.drafter.parameters() if p.grad is not None]
