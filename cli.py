@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.resources
 import json
+import os
 import shlex
 import shutil
 import sys
@@ -18,8 +19,13 @@ from rich.table import Table
 from dflash_cache.errors import DataError, UsageError
 from dflash_cache.options import build, read_yaml
 
+# Spinning OpenMP threads make a busy machine of few cores ten times slower (docs/log.md). Read when
+# torch is first imported, which the commands do later, so that `--help` answers at once.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 console = Console(highlight=False, soft_wrap=True)
 PATH = click.Path(path_type=Path)
+EXISTING = click.Path(exists=True, path_type=Path)
 
 
 class Sentences(click.Group):
@@ -93,9 +99,6 @@ def _say(line: str) -> None:
 
 def _print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2))
-
-
-# The packages that need torch are imported by the commands, so that `--help` answers at once.
 
 
 def _extract_options(command: Callable) -> Callable:
@@ -172,8 +175,8 @@ def train(config_file: Path | None, as_json: bool, **given: Any) -> None:
 
 @main.command("eval")
 @click.option("--model", required=True, help="The target: a folder or a hub id.")
-@click.option("--drafter", required=True, type=PATH, help="A drafter's folder.")
-@click.option("--data", required=True, type=PATH, help="JSONL of prompts, text or chat.")
+@click.option("--drafter", required=True, type=EXISTING, help="A drafter's folder.")
+@click.option("--data", required=True, type=EXISTING, help="JSONL of prompts, text or chat.")
 @click.option(
     "--max-new-tokens",
     default=128,

@@ -23,12 +23,14 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(1)
 
 
+@pytest.hookimpl(trylast=True)  # after -m has taken away what it does not want
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     skip_gpu = pytest.mark.skip(reason="needs a CUDA GPU, and torch sees none here")
-    for item in items:
-        if "gpu" in item.keywords and not torch.cuda.is_available():
-            item.add_marker(skip_gpu)
-    _sample_slow(config, items)
+    cuda = torch.cuda.is_available()
+    idle = [item for item in items if "gpu" in item.keywords and not cuda]
+    for item in idle:
+        item.add_marker(skip_gpu)
+    _sample_slow(config, [item for item in items if item not in idle])
 
 
 def _sample_slow(config: pytest.Config, items: list[pytest.Item]) -> None:

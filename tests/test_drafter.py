@@ -202,7 +202,6 @@ def test_rows_without_candidates_give_zero_loss_and_zero_finite_gradients():
         assert (parameter.grad == 0).all()
 
 
-@pytest.mark.slow
 def test_a_step_is_one_graph_and_never_recompiles_over_anchors_rows_and_epochs():
     config, batch, _, taps, embed = setup(0, **SLIDING)
     drafter = tiny_drafter(config)
