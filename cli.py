@@ -1,6 +1,7 @@
 """The `dflash` command: parse, call, print. What the work is stands in the two packages."""
 
 import dataclasses
+import errno
 import importlib.resources
 import json
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -44,7 +46,10 @@ class Sentences(click.Group):
                 raise
             raise click.ClickException(str(error)) from error
         except OSError as error:
-            raise click.ClickException(f"{error.strerror or error}: {error.filename}") from error
+            if error.errno == errno.EPIPE:  # `dflash ... | head`: click ends in silence
+                raise
+            place = f": {error.filename}" if error.filename else ""
+            raise click.ClickException(f"{error.strerror or error}{place}") from error
 
 
 @click.group(cls=Sentences, context_settings={"help_option_names": ["-h", "--help"]})
@@ -137,7 +142,13 @@ def extract(config_file: Path | None, as_json: bool, **given: Any) -> None:
 
 @main.command("inspect-shard")
 @click.argument("path", type=PATH)
-@click.option("--tokens", default=64, show_default=True, help="Tokens to decode and show.")
+@click.option(
+    "--tokens",
+    default=64,
+    show_default=True,
+    type=click.IntRange(0),
+    help="How much text to decode and show.  [tokens]",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 def inspect_shard_command(path: Path, tokens: int, as_json: bool) -> None:
     """Show what is in a shard (or in a cache, then its first shard): shapes, statistics, checksums.
@@ -209,7 +220,8 @@ def eval_command(
     from dflash_train.evaluate import evaluate
     from dflash_train.speculate import load_speculator
 
-    asked = _prompts(model, data, prompts, loading["trust_remote_code"])
+    code, revision = loading["trust_remote_code"], loading["revision"]
+    asked = _prompts(model, data, prompts, trust_remote_code=code, revision=revision)
     speculator = load_speculator(model, drafter, **loading)
     click.echo(f"target: {speculator.describe()}", err=True)
     with progress(len(asked) * max_new_tokens, "eval", "tokens") as bar:
@@ -221,12 +233,14 @@ def eval_command(
 
 
 def _prompts(
-    model: str, data: Path, count: int | None, trust_remote_code: bool = False
+    model: str, data: Path, count: int | None, **loading: Any
 ) -> list[tuple[int, list[int]]]:
     """`(line, token ids)` of the first `count` prompts in a file."""
     from dflash_cache.corpus import load_tokenizer, read_prompts
+    from dflash_cache.identity import check_model_path
 
-    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
+    check_model_path(model)
+    tokenizer = load_tokenizer(model, **loading)
     return [(p.line, p.input_ids.tolist()) for p in read_prompts(data, tokenizer)][:count]
 
 
@@ -252,7 +266,7 @@ def demo(
     device = _device(device)
     cache, run = out / "hs", out / "run"
     model = str(files / "target")
-    recipe = str(files / ("train-cuda.yaml" if device == "cuda" else "train-cpu.yaml"))
+    recipe = str(files / f"train-{device.split(':')[0]}.yaml")
     _step(ctx, "extract", f"--config {files / 'extract.yaml'} --model {model} --out {cache} "
           f"--data {files / 'corpus.jsonl'} --device {device}")  # fmt: skip
     _step(ctx, "inspect-shard", f"{cache / 'shards' / '000000.zarr'}")
@@ -306,7 +320,8 @@ def _demo_table(files: Path, out: Path, device: str, count: int) -> Table:
         "trained here": trained,
         "shipped": trained.with_drafter_from(files / "drafter"),
     }
-    reports = _decode_all(drafters, _prompts(model, data, count), max_new_tokens=128)
+    tokens = 64 if device == "cpu" else 128
+    reports = _decode_all(drafters, _prompts(model, data, count), max_new_tokens=tokens)
     (out / "eval.json").write_text(
         json.dumps({name: r.to_dict() for name, r in reports.items()}, indent=2) + "\n"
     )
@@ -327,24 +342,21 @@ def _decode_all(drafters: dict[str, Any], prompts: list, max_new_tokens: int) ->
 
 
 def _table_of(reports: dict[str, Any]) -> Table:
+    """One line a drafter; tau and its gain with their 95 % intervals over the prompts."""
     from dflash_train.evaluate import paired_gain
 
-    table = Table(title="held-out prompts, greedy: plain decoding against speculative")
-    for column in ("drafter", "tau", "95 %", "gain over untrained", "identical outputs", "speed"):
-        table.add_column(column, justify="left" if column == "drafter" else "right")
+    table = Table(title="held-out prompts, greedy, against plain decoding", box=box.SIMPLE_HEAD)
+    table.add_column("drafter", no_wrap=True)
+    for column in ("tau (95 %)", "gain (95 %)", "identical\noutputs", "speed"):
+        table.add_column(column, justify="right", no_wrap=True)
     for name, report in reports.items():
         low, high = report.tau_interval()
         mean, least, most = paired_gain(report, reports["untrained"])
         gain = "" if name == "untrained" else f"{mean:+.2f} ({least:+.2f} to {most:+.2f})"
         speculative, plain = report.speeds()
-        table.add_row(
-            name,
-            f"{report.tau:.2f}",
-            f"{low:.2f} to {high:.2f}",
-            gain,
-            f"{report.identical}/{len(report.results)}",
-            f"{speculative / plain:.2f}x",
-        )
+        tau = f"{report.tau:.2f} ({low:.2f} to {high:.2f})"
+        same = f"{report.identical}/{len(report.results)}"
+        table.add_row(name, tau, gain, same, f"{speculative / plain:.2f}x")
     return table
 
 

@@ -169,7 +169,7 @@ def build_blocks(
              for what in ("num_blocks", "indices")]  # fmt: skip
     offset = context_tiles * TILE
     own = (bounds.own_start + offset, bounds.own_end + offset)
-    return Blocks(*lists, bounds.lower, bounds.upper, *own)
+    return Blocks._make([*lists, bounds.lower, bounds.upper, *own])
 
 
 def build_masks(anchors: Tensor, lo: Tensor, config: DrafterConfig, *, seq_len: int) -> Masks:

@@ -83,6 +83,11 @@ class EvalReport:
             _speed([r.plain for r in self.results]),
         )
 
+    def speedup(self) -> float:
+        """Speculative speed over plain speed; NaN if every prompt ended with its first token."""
+        speculative, plain = self.speeds()
+        return speculative / plain if plain else float("nan")
+
     def render(self) -> str:
         """The report for a person."""
         low, high = self.tau_interval()
@@ -95,7 +100,7 @@ class EvalReport:
             f"tau: {self.tau:.2f} tokens a pass, bonus included (95 %: {low:.2f} to {high:.2f})",
             f"accepted at slot 1..{self.block_size - 1}: {by_slot} %",
             f"speed: {speculative:,.1f} tokens/s speculative, {plain:,.1f} plain "
-            f"({speculative / plain:.2f}x), of it draft {draft:.1f} s, verify {verify:.1f} s",
+            f"({self.speedup():.2f}x), of it draft {draft:.1f} s, verify {verify:.1f} s",
             f"identical outputs: {self.identical}/{len(self.results)}",
         ]
         lines += [

@@ -101,9 +101,11 @@ class Speculator:
         return Speculator(self.decoder, drafter)
 
     def with_drafter_from(self, folder: Path) -> "Speculator":
-        """The same target with the drafter in `folder`; UsageError if that has other taps."""
+        """The same target with the drafter in `folder`; UsageError if that does not fit or has
+        other taps."""
         head, config = self.decoder.head, self.drafter.config
         drafter = load_drafter(folder, head.device, head.dtype)
+        _check_fits(folder, drafter.config, self.decoder)
         if drafter.config.target_layer_ids != config.target_layer_ids:
             raise UsageError(
                 f"{folder} reads taps {list(drafter.config.target_layer_ids)}, the drafter loaded "
@@ -233,7 +235,7 @@ def load_speculator(
         revision=revision,
         trust_remote_code=trust_remote_code,
     )
-    _check_fits(drafter, loaded.config, decoder.head)
+    _check_fits(drafter, loaded.config, decoder)
     return Speculator(decoder, loaded.to(device=decoder.head.device, dtype=decoder.head.dtype))
 
 
@@ -246,8 +248,12 @@ def untrained_copy(drafter: Drafter, seed: int = 0) -> Drafter:
     return fresh.to(device=weight.device, dtype=weight.dtype).eval()
 
 
-def _check_fits(folder: Path, config: DrafterConfig, head: Tensor) -> None:
-    wanted = {"vocab_size": head.shape[0], "hidden_size": head.shape[1]}
+def _check_fits(folder: Path, config: DrafterConfig, decoder: TargetDecoder) -> None:
+    wanted = {
+        "vocab_size": decoder.head.shape[0],
+        "hidden_size": decoder.head.shape[1],
+        "num_target_layers": decoder.target.num_layers,
+    }
     for name, value in wanted.items():
         if getattr(config, name) != value:
             raise UsageError(

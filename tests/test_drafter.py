@@ -1,6 +1,5 @@
 """The drafter: its equations, what may reach a block, the names of its weights."""
 
-
 import pytest
 import torch
 import torch.nn.functional as F
