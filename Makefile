@@ -25,7 +25,7 @@ endif
 .PHONY: demo test test-all test-gpu lint clean
 
 demo: $(READY)
-	$(PYTHON) -m cli demo --out demo-run
+	$(PYTHON) -m cli demo --out demo-run --overwrite
 
 test: lint
 	$(PYTHON) -m pytest -q -m "not gpu" --slow-sample 6

@@ -262,16 +262,17 @@ def demo(
     drafters: an untrained one, the one trained here, and the one that ships.
     """
     files = _demo_files()
-    _fresh(out, overwrite)
     device = _device(device)
+    _fresh(out, overwrite)
     cache, run = out / "hs", out / "run"
     model = str(files / "target")
     recipe = str(files / f"train-{device.split(':')[0]}.yaml")
-    _step(ctx, "extract", f"--config {files / 'extract.yaml'} --model {model} --out {cache} "
-          f"--data {files / 'corpus.jsonl'} --device {device}")  # fmt: skip
-    _step(ctx, "inspect-shard", f"{cache / 'shards' / '000000.zarr'}")
-    more = f" --steps {steps}" if steps else ""
-    _step(ctx, "train", f"--config {recipe} --cache {cache} --out {run} --device {device}{more}")
+    _step(ctx, "extract", "--config", files / "extract.yaml", "--model", model, "--out", cache,
+          "--data", files / "corpus.jsonl", "--device", device)  # fmt: skip
+    _step(ctx, "inspect-shard", cache / "shards" / "000000.zarr")
+    more = ("--steps", steps) if steps else ()
+    _step(ctx, "train", "--config", recipe, "--cache", cache, "--out", run, "--device", device,
+          *more)  # fmt: skip
     console.print(_demo_table(files, out, device, prompts))
 
 
@@ -284,25 +285,31 @@ def _demo_files() -> Path:
 
 
 def _fresh(out: Path, overwrite: bool) -> None:
+    """An empty folder `out`; an earlier demo's is removed if asked, anything else is left alone."""
     if out.exists() and not overwrite:
         raise UsageError(f"{out} exists: give another --out, or --overwrite to remove it")
     if out.exists():
+        foreign = sorted({p.name for p in out.iterdir()} - {"hs", "run", "eval.json"})
+        if foreign:
+            raise UsageError(f"{out} holds {foreign[0]}, which no demo made: give another --out")
         shutil.rmtree(out)
     out.mkdir(parents=True)
 
 
 def _device(name: str) -> str:
-    import torch
+    from dflash_cache.devices import choose_device
 
-    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+    place = choose_device(name)  # refuses a device that is not there
+    return place.type if name == "auto" else name
 
 
-def _step(ctx: click.Context, name: str, arguments: str) -> None:
+def _step(ctx: click.Context, name: str, *arguments: object) -> None:
     """Show a command as a person would type it, and run it."""
+    words = [str(argument) for argument in arguments]
     console.rule(f"[bold]dflash {name}", align="left")
-    console.print(f"$ dflash {name} {arguments}", style="dim", markup=False)
+    console.print(f"$ dflash {name} {shlex.join(words)}", style="dim", markup=False)
     command = main.commands[name]
-    with command.make_context(name, shlex.split(arguments), parent=ctx) as inner:
+    with command.make_context(name, words, parent=ctx) as inner:
         command.invoke(inner)
 
 
