@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -352,7 +351,8 @@ def _table_of(reports: dict[str, Any]) -> Table:
     """One line a drafter; tau and its gain with their 95 % intervals over the prompts."""
     from dflash_train.evaluate import paired_gain
 
-    table = Table(title="held-out prompts, greedy, against plain decoding", box=box.SIMPLE_HEAD)
+    title = "held-out prompts, greedy, against plain decoding"
+    table = Table(title=title, box=None, padding=(0, 2, 0, 0), title_justify="left")
     table.add_column("drafter", no_wrap=True)
     for column in ("tau (95 %)", "gain (95 %)", "identical\noutputs", "speed"):
         table.add_column(column, justify="right", no_wrap=True)
