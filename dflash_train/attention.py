@@ -164,9 +164,12 @@ def build_blocks(
     bounds = slot_bounds(anchors, lo, block_size=block_size, window=window, causal=causal)
     bounds = _pad_slots(bounds)
     context_tiles = padded(seq_len) // TILE
-    listed = BlockMask.from_kv_blocks(*_block_lists(bounds, context_tiles), BLOCK_SIZE=TILE)
-    lists = [getattr(listed, f"{side}_{what}") for side in ("kv", "full_kv", "q", "full_q")
-             for what in ("num_blocks", "indices")]  # fmt: skip
+    partial, full = _tiles_seen(bounds, context_tiles)  # each [B, Q/128, (S+Q)/128]
+    lists = [
+        part
+        for side in (partial, full, partial.transpose(1, 2), full.transpose(1, 2))
+        for part in _listed(side)
+    ]
     offset = context_tiles * TILE
     own = (bounds.own_start + offset, bounds.own_end + offset)
     return Blocks._make([*lists, bounds.lower, bounds.upper, *own])
@@ -249,42 +252,30 @@ def _pad_slots(bounds: SlotBounds) -> SlotBounds:
     return SlotBounds(*(torch.cat(pair, dim=1) for pair in zip(given, fill, strict=True)))
 
 
-def _block_lists(bounds: SlotBounds, context_tiles: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Count and indices of the partial tiles, then of the full ones.
-
-    Counts are int32 `[B, 1, Q/128]`, indices int32 `[B, 1, Q/128, (S+Q)/128]`, contiguous.
-    """
+def _tiles_seen(bounds: SlotBounds, context_tiles: int) -> tuple[Tensor, Tensor]:
+    """Which tiles of keys a tile of slots sees in part, and which whole: bool `[B, Q/128, all]`."""
     rows, slots = bounds.lower.shape
 
     def tiled(x: Tensor) -> Tensor:
         return x.view(rows, slots // TILE, TILE)
 
+    def between(start: Tensor, end: Tensor) -> Tensor:
+        return (tile >= start[:, :, None]) & (tile < end[:, :, None])
+
+    tile = torch.arange(context_tiles + slots // TILE, device=bounds.lower.device)
     lower, upper = tiled(bounds.lower), tiled(bounds.upper)
     sees = lower < upper
     any_from = torch.where(sees, lower, context_tiles * TILE).amin(2) // TILE  # [B, Q/128]
     any_to = (torch.where(sees, upper, 0).amax(2) + TILE - 1) // TILE
-    full_from = (lower.amax(2) + TILE - 1) // TILE
-    full_to = upper.amin(2) // TILE
-    # Without a full tile there is one partial run; give it all to the run before the full tiles.
-    has_full = full_to > full_from
-    full_from = torch.where(has_full, full_from, torch.maximum(any_from, any_to))
-    full_to = torch.where(has_full, full_to, full_from)
+    full = between((lower.amax(2) + TILE - 1) // TILE, upper.amin(2) // TILE)
     own_from = tiled(bounds.own_start).amin(2) // TILE + context_tiles
     own_to = (tiled(bounds.own_end).amax(2) + TILE - 1) // TILE + context_tiles
-    tiles = context_tiles + slots // TILE
-    partial = _runs(tiles, (any_from, full_from), (full_to, any_to), (own_from, own_to))
-    return (*partial, *_runs(tiles, (full_from, full_to)))
+    return (between(any_from, any_to) | between(own_from, own_to)) & ~full, full
 
 
-def _runs(width: int, *runs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The tiles of several half-open runs `[B, Q/128]`, one after the other: count and indices."""
-    place = torch.arange(width, device=runs[0][0].device, dtype=torch.int32)
-    before = torch.zeros_like(runs[0][0])
-    indices = before[:, :, None] + place * 0
-    for start, end in runs:
-        count = (end - start).clamp(min=0)
-        here = place >= before[:, :, None]
-        indices = torch.where(here, (start - before)[:, :, None] + place, indices)
-        before = before + count
-    indices = indices.clamp(0, width - 1).int()  # what lies beyond the count is never read
-    return before.int()[:, None].contiguous(), indices[:, None].contiguous()
+def _listed(seen: Tensor) -> tuple[Tensor, Tensor]:
+    """bool `[B, m, n]` as flex_attention counts: int32 `[B, 1, m]` and `[B, 1, m, n]`, those seen
+    first; what lies beyond the count is never read."""
+    count = seen.sum(2, dtype=torch.int32)
+    index = seen.byte().argsort(dim=2, descending=True, stable=True).int()
+    return count[:, None].contiguous(), index[:, None].contiguous()

@@ -75,6 +75,10 @@ def test_block_lists_agree_with_the_dense_mask(seed, seq_len, shape, kind):
     seen, full = tiles.any(4).any(2), tiles.all(4).all(2)  # [B, Q/128, (S+Q)/128]
     listed = counted(lists.kv_count, lists.kv_index, seen.shape)
     listed_full = counted(lists.full_kv_count, lists.full_kv_index, seen.shape)
+    turned = (seen.shape[0], seen.shape[2], seen.shape[1])
+    assert torch.equal(counted(lists.q_count, lists.q_index, turned), listed.transpose(1, 2))
+    from_keys = counted(lists.full_q_count, lists.full_q_index, turned)
+    assert torch.equal(from_keys, listed_full.transpose(1, 2))
     assert not (listed_full.bool() & ~full).any(), "a partial tile is listed as full"
     assert ((listed + listed_full)[seen] == 1).all(), "a visible tile is missing or listed twice"
     assert (listed + listed_full).max() <= 1
