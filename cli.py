@@ -25,6 +25,7 @@ from dflash_cache.options import build, read_yaml
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 console = Console(highlight=False, soft_wrap=True)
+INTERRUPTED = 130  # as a shell has it: 128 + SIGINT
 PATH = click.Path(path_type=Path)
 EXISTING = click.Path(exists=True, path_type=Path)
 
@@ -35,6 +36,9 @@ class Sentences(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("interrupted: what was finished is kept", err=True)
+            ctx.exit(INTERRUPTED)
         except UsageError as error:
             raise click.UsageError(str(error)) from error
         except DataError as error:
@@ -181,6 +185,8 @@ def train(config_file: Path | None, as_json: bool, **given: Any) -> None:
     summary = run(config, report=(lambda line: click.echo(line, err=True)) if as_json else _say)
     if as_json:
         _print_json(summary.to_dict())
+    if summary.interrupted:
+        sys.exit(INTERRUPTED)
 
 
 @main.command("eval")

@@ -1,6 +1,7 @@
 """From a cache and a configuration to a drafter, its anchors, and the words that describe them."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,38 @@ from dflash_train.checkpoint import load_drafter
 from dflash_train.config import TrainConfig
 from dflash_train.drafter import Drafter, DrafterConfig, default_config
 from dflash_train.loss import default_gamma
+
+
+def check_cache(cache: Cache) -> list[str]:
+    """Lines to print about an unfinished cache; DataError if its files are not its manifest's.
+
+    A row's own checksum is checked when the row is read.
+    """
+    problems = cache.verify_target()
+    present = sorted(set(range(cache.plan.shards)) - set(cache.missing()))
+    for k in present:
+        problems += cache.foreign_problems(cache.shard(k), k)
+    if problems:
+        raise DataError(
+            f"{cache.path} is damaged or was edited: {problems[0]}; run `dflash extract` into "
+            "another folder"
+        )
+    if len(present) == cache.plan.shards:
+        return []
+    return [
+        f"the cache is unfinished: {len(present)} of {cache.plan.shards} shards are there, and "
+        "only their rows are used; the same `dflash extract` command finishes it"
+    ]
+
+
+def check_out(out: Path) -> None:
+    """UsageError unless the folder `out` is there or can be made."""
+    parent = out
+    while not parent.exists() and parent != parent.parent:
+        parent = parent.parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        what = "cannot be written to" if parent.is_dir() else "is a file"
+        raise UsageError(f"cannot use {out} for the run: {parent} {what}; give another --out")
 
 
 def pick_precision(name: str, device: torch.device) -> torch.dtype:
@@ -57,7 +90,10 @@ def drafter_config(config: TrainConfig, cache: Cache, frozen: FrozenTarget) -> D
         sliding = min(config.sliding_layers, layers)
         kinds = ("sliding_attention",) * sliding + ("full_attention",) * (layers - sliding)
         overrides |= {"layer_types": kinds, "sliding_window": config.sliding_window}
-    return default_config(frozen.config, cache.manifest.taps, layers=layers, **overrides)
+    try:
+        return default_config(frozen.config, cache.manifest.taps, layers=layers, **overrides)
+    except DataError as error:  # what does not fit was asked for here
+        raise UsageError(str(error)) from error
 
 
 def _initial_drafter(

@@ -50,7 +50,10 @@ def load_drafter(folder: Path, device: torch.device | str, dtype: torch.dtype) -
     for path in (config_path, weights_path):
         if not path.is_file():
             raise UsageError(f"{folder} is no drafter: {path.name} is missing; give its folder")
-    config = DrafterConfig.from_hf(_read_json(config_path))
+    try:
+        config = DrafterConfig.from_hf(_read_json(config_path))
+    except DataError as error:
+        raise DataError(f"{config_path} describes no DFlash drafter: {error}") from error
     drafter = Drafter(config)
     load_weights(drafter, _read_tensors(weights_path), weights_path)
     return drafter.to(device=device, dtype=dtype).eval()
@@ -198,6 +201,11 @@ def _replaced(final: Path) -> Iterator[Path]:
         for path in [*staging.iterdir(), staging]:
             _fsync(path)
         _take_name(staging, final)
+    except (SafetensorError, OSError) as error:
+        raise DataError(
+            f"cannot write {final}: {error}; free space there, then --resume goes on from the "
+            "checkpoint before"
+        ) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 

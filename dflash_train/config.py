@@ -82,7 +82,9 @@ class TrainConfig:
         None, "held-out rows that an evaluation reads (default: all)", unit="rows"
     )
     checkpoint_every: int = option(
-        500, "steps between checkpoints; 0: at the end only", unit="steps"
+        500,
+        "steps between checkpoints, besides one after the warm-up; 0: at the end only",
+        unit="steps",
     )
     keep_last: int = option(2, "checkpoints kept, older ones are removed", unit="checkpoints")
     resume: bool = option(False, "continue the run in `out` from its last checkpoint")

@@ -94,9 +94,13 @@ class Clock:
 
     def __init__(self, wait_seconds: Callable[[], float]):
         self._wait_seconds = wait_seconds
-        self.restart()
+        self._pace = (0.0, 0.0)  # what the last lap with any step said
+        self._started, self._wait = time.perf_counter(), wait_seconds()
+        self._excluded, self.steps = 0.0, 0
 
     def restart(self) -> None:
+        if self.steps:
+            self._pace = self._measure()
         self._started, self._wait = time.perf_counter(), self._wait_seconds()
         self._excluded, self.steps = 0.0, 0
 
@@ -109,8 +113,10 @@ class Clock:
 
     def lap(self) -> tuple[float, float]:
         """(seconds a step, share of them that waited for data) since the last lap."""
+        self.restart()
+        return self._pace
+
+    def _measure(self) -> tuple[float, float]:
         seconds = max(time.perf_counter() - self._started - self._excluded, 1e-9)
         waited = self._wait_seconds() - self._wait
-        steps = max(self.steps, 1)
-        self.restart()
-        return seconds / steps, min(waited / seconds, 1.0)
+        return seconds / self.steps, min(waited / seconds, 1.0)

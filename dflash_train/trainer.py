@@ -12,7 +12,14 @@ from typing import Any
 from dflash_cache.cache import Cache, load_frozen
 from dflash_cache.devices import choose_device
 from dflash_cache.errors import DataError, UsageError
-from dflash_train.build import build_drafter, describe, pick_anchors, pick_precision
+from dflash_train.build import (
+    build_drafter,
+    check_cache,
+    check_out,
+    describe,
+    pick_anchors,
+    pick_precision,
+)
 from dflash_train.checkpoint import (
     cache_identity,
     last_checkpoint,
@@ -65,8 +72,10 @@ def train(config: TrainConfig, report: Callable[[str], None] = print) -> TrainSu
     than the one resumed, or 10 non-finite steps in a row, and SteadyError with `strict`.
     """
     _refuse_existing_run(config)
+    check_out(config.out)
     device = choose_device(config.device)
     cache = Cache.open(config.cache)
+    notes = check_cache(cache)
     rows, heldout = cache.rows("train"), cache.rows("heldout")[: config.heldout_rows_limit]
     if not rows:
         raise DataError(f"{config.cache} has no train rows yet: run `dflash extract` first")
@@ -74,7 +83,10 @@ def train(config: TrainConfig, report: Callable[[str], None] = print) -> TrainSu
     drafter = build_drafter(config, cache, frozen, device)
     anchors = pick_anchors(config, cache.geometry.seq_len)
     steps = config.steps or -(-config.epochs * len(rows) // config.rows_per_step)
-    for line in describe(config, cache, drafter, rows=len(rows), anchors=anchors, steps=steps):
+    notes += describe(config, cache, drafter, rows=len(rows), anchors=anchors, steps=steps)
+    if not heldout:
+        notes.append("no held-out rows in the cache: the run reports the training tau only")
+    for line in notes:
         report(line)
 
     train_step = TrainStep(drafter, frozen, config, anchors=anchors)
@@ -86,8 +98,6 @@ def train(config: TrainConfig, report: Callable[[str], None] = print) -> TrainSu
         report(f"resumed from {folder} at step {first}")
     metrics = MetricsFile(config.out / "metrics.jsonl", keep_until=first if config.resume else None)
     metrics.write("start", {"step": first, "config": config.to_dict(), "cache": identity})
-    if not heldout:
-        report("no held-out rows in this cache: the run reports the training tau only")
 
     with ExitStack() as stack:
         stop = stack.enter_context(StopSignal(report))
@@ -157,6 +167,11 @@ def train(config: TrainConfig, report: Callable[[str], None] = print) -> TrainSu
                 break
 
         interrupted = done < steps
+        if log.last.skipped and log.last.skipped >= done - first:
+            raise DataError(
+                f"all {log.last.skipped} steps had a loss or gradient that is not finite, so there "
+                f"is no drafter: check {config.cache} with `dflash inspect-shard`, lower lr"
+            )
         if done == first:  # resumed after the last step
             save(done)
             acceptance = evaluation.run() if evaluation else None

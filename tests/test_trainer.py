@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import sys
 from dataclasses import replace
@@ -263,3 +264,57 @@ def test_the_trainer_imports_nothing_of_the_target(tmp_path: Path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_an_edited_manifest_and_a_damaged_target_are_refused(cache: Cache, tmp_path: Path):
+    for name, what in (
+        ("manifest.json", "manifest_digest"),
+        ("target/frozen.safetensors", "sha256"),
+    ):
+        copy = tmp_path / name.replace("/", "-")
+        shutil.copytree(cache.path, copy)
+        data = bytearray((copy / name).read_bytes())
+        if name == "manifest.json":
+            content = json.loads(data)
+            content["taps"] = [tap + 1 for tap in content["taps"]]
+            data = bytearray(json.dumps(content).encode())
+        else:
+            data[-5] ^= 1
+        (copy / name).write_bytes(data)
+        with pytest.raises(DataError, match=what):
+            train(config(Cache.open(copy), tmp_path / "out", steps=2), quiet)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unfinished_cache_is_named_as_such(cache: Cache, tmp_path: Path):
+    copy = tmp_path / "part"
+    shutil.copytree(cache.path, copy)
+    shards = sorted((copy / "shards").iterdir())
+    shutil.rmtree(shards[-1])
+    told: list[str] = []
+    train(config(Cache.open(copy), tmp_path / "o", steps=2), told.append)
+    assert told[0].startswith(f"the cache is unfinished: {len(shards) - 1} of {len(shards)} shards")
+
+
+def test_a_run_whose_steps_were_all_skipped_fails_and_leaves_no_drafter(
+    cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(
+        "dflash_train.step.decode", lambda bits: bits.view(torch.bfloat16) * float("nan")
+    )
+    with pytest.raises(DataError, match="all 3 steps"):
+        train(config(cache, tmp_path / "o", steps=3), quiet)
+    assert not (tmp_path / "o" / "drafter").exists()
+
+
+def test_the_first_log_line_after_the_warm_up_tells_a_real_rate(cache: Cache, tmp_path: Path):
+    train(config(cache, tmp_path / "o", steps=3, log_every=1), quiet)
+    rates = [line["tokens_per_s"] for line in metrics(tmp_path / "o") if line["kind"] == "train"]
+    assert max(rates) < 50 * min(rates)
+
+
+@pytest.mark.parametrize("out", ["afile", "afile/run"])
+def test_an_out_that_cannot_be_a_folder_is_a_usage_error(cache: Cache, tmp_path: Path, out: str):
+    (tmp_path / "afile").write_text("x")
+    with pytest.raises(UsageError, match="is a file; give another --out"):
+        train(config(cache, tmp_path / out, steps=2), quiet)
