@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 import threading
 import uuid
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_cache.durable import publish
+from dflash_cache.durable import check_creatable, publish, refusal
 from dflash_cache.errors import DataError, UsageError
 from dflash_cache.packing import HELDOUT, TRAIN, Plan, load_plan, save_plan
 from dflash_cache.shard import Geometry, Shard
@@ -244,19 +245,27 @@ def create_cache(
 
     `save_target(folder)` writes the files of `target/`. All is written beside the final place and
     renamed into it, so that of several creators one wins and the others open its cache. Raises
-    `DataError` naming the field if an existing cache is another one.
+    `DataError` naming the field if an existing cache is another one or if the disk is full,
+    `UsageError` if `path` cannot be created.
     """
     path = Path(path)
-    if not (path / "manifest.json").is_file():
-        _refuse_foreign_folder(path)
-        _create(path, manifest, plan, save_target)
+    if not os.path.isfile(path / "manifest.json"):
+        check_new_cache(path)
+        try:
+            _create(path, manifest, plan, save_target)
+        except OSError as error:
+            if error.errno is None:
+                raise
+            raise refusal(path, error) from error
     cache = Cache.open(path)
     cache.check_identity(manifest)
     return cache
 
 
-def _refuse_foreign_folder(path: Path) -> None:
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+def check_new_cache(path: Path) -> None:
+    """`UsageError` unless a cache could be created at `path`."""
+    check_creatable(path)
+    if os.path.exists(path) and not (path.is_dir() and not any(path.iterdir())):
         raise UsageError(f"{path} exists and is not a cache; give another --out or remove it")
 
 

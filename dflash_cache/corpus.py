@@ -50,19 +50,41 @@ class Prompt:
 
 def load_tokenizer(model: str, trust_remote_code: bool = False, revision: str | None = None) -> Any:
     """The tokenizer of a model folder or hub id; `UsageError` if there is none."""
-    from transformers import AutoTokenizer  # takes seconds; reading a cache does not need it
+    # These take seconds, and reading a cache does not need them.
+    from transformers import AutoTokenizer
+
+    from dflash_cache.identity import check_config_file
 
     if model.startswith((".", "/", "~")) and not Path(model).expanduser().exists():
         raise UsageError(f"{model}: there is no such folder; give a model folder or a hub id")
+    check_config_file(Path(model).expanduser())
     try:
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             str(Path(model).expanduser()) if model.startswith("~") else model,
             trust_remote_code=trust_remote_code,
             revision=revision or "main",
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
+        if not _has_tokenizer_files(Path(model).expanduser()):
+            raise _no_tokenizer(model) from error
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UsageError(f"{model}: the tokenizer cannot be loaded ({reason})") from error
+    # Without its files transformers makes an empty one of the class that config.json implies.
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
+        raise _no_tokenizer(model)
+    return tokenizer
+
+
+def _has_tokenizer_files(folder: Path) -> bool:
+    patterns = ("*token*", "vocab*", "*.model", "tekken.json")
+    return not folder.is_dir() or any(any(folder.glob(pattern)) for pattern in patterns)
+
+
+def _no_tokenizer(model: str) -> UsageError:
+    return UsageError(
+        f"the model folder {model} has no tokenizer (tokenizer.json): copy the model's "
+        "tokenizer files there"
+    )
 
 
 def read_corpus(
@@ -128,6 +150,7 @@ class _Reader:
     vocab_size: int
 
     def documents(self, record: Record) -> Iterator[Encoded | str]:
+        record.check_one_shape()
         for item in self._shape(record):
             if not isinstance(item, str) and item[0] and max(item[0]) >= self.vocab_size:
                 raise DataError(
@@ -156,7 +179,7 @@ class _Reader:
         ids = record.integers("input_ids", self.vocab_size)
         if "loss_mask" not in record.fields:
             raise DataError(f'{record.where}: "input_ids" needs a "loss_mask" beside it')
-        mask = record.integers("loss_mask", 2)
+        mask = record.integers("loss_mask", 2, booleans=True)
         if len(ids) != len(mask):
             raise DataError(
                 f'{record.where}: "input_ids" has {len(ids)} entries, "loss_mask" {len(mask)}'
@@ -223,10 +246,11 @@ def read_prompts(
 
 
 def _prompt_ids(reader: _Reader, record: Record) -> list[int]:
+    record.check_one_shape()
     fields = record.fields
     if "input_ids" in fields:
         ids = record.integers("input_ids", reader.vocab_size)
-        return ids[: _prompt_length(record, len(ids))]
+        return ids and ids[: _prompt_length(record, len(ids))]
     for key in ("messages", "conversations", "prompt"):
         if key in fields and not isinstance(fields[key], str):
             reader.chat.check(record.where)
@@ -238,7 +262,7 @@ def _prompt_ids(reader: _Reader, record: Record) -> list[int]:
 
 def _prompt_length(record: Record, length: int) -> int:
     value = record.fields.get("prompt_length", length)
-    if type(value) is not int or not 1 <= value <= max(length, 1):
+    if type(value) is not int or not 1 <= value <= length:
         raise DataError(f'{record.where}: "prompt_length" is {value!r}, not in 1..{length}')
     return value
 

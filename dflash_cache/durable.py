@@ -5,6 +5,33 @@ import os
 import shutil
 from pathlib import Path
 
+from dflash_cache.errors import DataError, UsageError
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def refusal(path: Path, error: OSError, kept: str = "") -> ValueError:
+    """A sentence for an error of writing below `path`: `DataError` if the disk is full."""
+    if error.errno in FULL:
+        return DataError(
+            f"{path}: the disk is full; free space and run the same command again{kept}"
+        )
+    reason = (error.strerror or str(error)).lower()
+    return UsageError(f"{path} cannot be written ({reason}); give another --out")
+
+
+def check_creatable(path: Path) -> None:
+    """`UsageError` unless `path` is a folder or could be created; creates nothing."""
+    # os.path.exists also says no below a folder that may not be searched, where Path's raises.
+    places = (path.absolute(), *path.absolute().parents)
+    above = next(place for place in places if os.path.exists(place))
+    if not above.is_dir():
+        raise UsageError(f"{path} cannot be a folder: {above} is a file; give another --out")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise UsageError(
+            f"{path} cannot be written: {above} is write protected; give another --out"
+        )
+
 
 def fsync_path(path: Path) -> None:
     """Flush one file or folder to the disk."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dflash_cache.cache import Cache, Manifest, create_cache, save_frozen
+from dflash_cache.cache import Cache, Manifest, check_new_cache, create_cache, save_frozen
 from dflash_cache.corpus import Document, load_tokenizer, read_corpus
 from dflash_cache.devices import choose_device, choose_dtype
 from dflash_cache.encoding import get_encoding
@@ -19,6 +19,7 @@ from dflash_cache.extract_config import ExtractConfig
 from dflash_cache.extract_job import ExtractSummary, Job, versions
 from dflash_cache.geometry import Geometry
 from dflash_cache.identity import check_model_path
+from dflash_cache.loading import load_config
 from dflash_cache.packing import Plan, make_plan
 from dflash_cache.target import Target
 
@@ -52,7 +53,11 @@ def extract(config: ExtractConfig, report: Callable[[str], None] = print) -> Ext
     started = time.monotonic()
     check_model_path(config.model)
     get_encoding(config.encoding)
+    if not os.path.isfile(config.out / "manifest.json"):
+        check_new_cache(config.out)
     device, place = choose_device(config.device), place_of_worker(config)
+    # First, so that a broken config is not blamed on the tokenizer, which reads it too.
+    load_config(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
     tokenizer = load_tokenizer(config.model, config.trust_remote_code, config.revision)
     documents, corpus = read_corpus(
         config.data, tokenizer, template_options=config.template_options or {}

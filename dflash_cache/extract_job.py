@@ -12,12 +12,14 @@ import torch
 
 from dflash_cache.cache import Cache
 from dflash_cache.corpus import Document
-from dflash_cache.errors import UsageError
+from dflash_cache.durable import FULL, refusal
+from dflash_cache.errors import DataError, UsageError
 from dflash_cache.health import Guard
 from dflash_cache.packing import RowTokens, fill_row
 from dflash_cache.progress import Progress, format_seconds, progress
 from dflash_cache.rowpipe import DEPTH, HostSlot, OpenShard, RowSink, WriterThread
 from dflash_cache.selfcheck import prove
+from dflash_cache.shard import Shard
 from dflash_cache.shard_writer import ShardWriter, clean_staging
 from dflash_cache.target import Target
 
@@ -83,6 +85,10 @@ def versions() -> dict[str, str]:
     return found
 
 
+def _size(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
 class Job:
     """The missing shards of one cache, one after the other."""
 
@@ -108,6 +114,7 @@ class Job:
         """The shards of this worker, then those that are still missing; joins the writer first."""
         clean_staging(self.cache.staging_dir)
         missing = self.cache.missing()
+        self._check_present(missing)
         if not missing:
             self.report(f"all {self.plan.shards} shards are there: nothing to do")
             return
@@ -122,18 +129,34 @@ class Job:
                     if not self.cache.shard_path(k).is_dir():
                         self._shard(k, bar)
                 self.thread.drain()
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            kept = ": finished shards are kept"
+            raise refusal(self.cache.path, error, kept) from error
         finally:
             self.thread.close()
             for shard in self.open:
                 shard.writer.abort()
+
+    def _check_present(self, missing: list[int]) -> None:
+        """`DataError` for a present shard with lost or cut chunks; looks at sizes only."""
+        for k in sorted(set(range(self.plan.shards)) - set(missing)):
+            path = self.cache.shard_path(k)
+            try:
+                Shard.open(path, self.cache.geometry)
+            except DataError as error:
+                told = str(error)
+                advice = f"; remove {path} and run `dflash extract` again"
+                raise DataError(told if told.endswith(advice) else told + advice) from error
 
     def _check_space(self, missing: list[int]) -> None:
         rows = sum(len(self.plan.shard_rows(k)) for k in missing)
         need, free = rows * self.cache.geometry.row_bytes, shutil.disk_usage(self.cache.path).free
         if need > free:
             raise UsageError(
-                f"the cache still needs {need / 2**30:.1f} GiB, but {self.cache.path} has only "
-                f"{free / 2**30:.1f} GiB left"
+                f"the cache still needs {_size(need)}, but {self.cache.path} has only "
+                f"{_size(free)} left; free space or give another --out"
             )
 
     def _tokens(self, shards: list[int]) -> int:

@@ -22,11 +22,25 @@ def check_model_path(model: str) -> None:
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise UsageError(f"the model folder {model} has no config.json")
+        check_config_file(path)
         return
     hub_like = model.count("/") <= 1 and not model.startswith((".", "/", "~"))
     beside_others = "/" in model and path.parent.is_dir()
     if path.exists() or not hub_like or beside_others:
         raise UsageError(f"the model folder {model} does not exist")
+
+
+def check_config_file(folder: Path) -> None:
+    """`UsageError` if the folder has a config.json that holds no JSON object."""
+    file = folder / "config.json"
+    if not file.is_file():
+        return
+    try:
+        broken = not isinstance(json.loads(file.read_text(encoding="utf-8")), dict)
+    except (OSError, ValueError):
+        broken = True
+    if broken:
+        raise UsageError(f"{file}: this is not the JSON of a model's config; copy it again")
 
 
 def model_folder(model: str, revision: str | None = None) -> Path:
@@ -63,7 +77,7 @@ def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a model: those that its index names, or all."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        names = _indexed(index)
         files = [folder / name for name in sorted(names)]
     else:
         files = sorted(folder.glob("*.safetensors"))
@@ -74,6 +88,14 @@ def weight_files(folder: Path) -> list[Path]:
             f"the model folder {folder} lacks {what}; only safetensors weights are read"
         )
     return files
+
+
+def _indexed(index: Path) -> set[str]:
+    """The names of the files that the index of a model's weights lists."""
+    try:
+        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{index}: this index of weights is damaged; copy it again") from error
 
 
 def weight_file_digest(path: Path) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def _first_shard(cache: Cache) -> _Place:
     plan = cache.plan
     header = {
         "path": str(cache.path),
-        "target": cache.manifest.identity.get("target", "not recorded"),
+        "target": _target_name(cache.manifest.identity),
         "taps": list(cache.manifest.taps),
         "geometry": cache.geometry.to_dict(),
         "shards": f"{plan.shards - len(missing)} of {plan.shards} present",
@@ -99,6 +99,12 @@ def _first_shard(cache: Cache) -> _Place:
         "created": cache.manifest.created,
     }
     return _Place(cache.shard_path(number), cache, number, header)
+
+
+def _target_name(identity: dict[str, Any]) -> str:
+    model = identity.get("model")
+    inner = model.get("target") if isinstance(model, dict) else None
+    return str(inner or identity.get("target") or "not recorded")
 
 
 def _fill(report: ShardReport, shard: Shard, place: _Place) -> None:
@@ -146,7 +152,8 @@ def _read_rows(report: ShardReport, shard: Shard) -> Tensor:
         except (DataError, OSError) as error:
             found = [str(error)]
         report.checked += 1
-        report.bad += found
+        # A chunk of the token arrays holds all rows, so that each of them names it.
+        report.bad += [problem for problem in found if problem not in report.bad]
     report.problems += [problem for problem in report.bad if problem not in report.problems]
     return sums
 
@@ -180,7 +187,8 @@ def _fill_taps(
         agrees = _agrees(numbers, recorded, tap)
         layer = layers[tap] if layers and tap < len(layers) else None
         report.taps.append(TapInfo(layer=layer, agrees=agrees, **numbers))
-        if not agrees:
+        # Of damaged rows the statistics must differ, which says nothing new.
+        if not agrees and not report.bad:
             report.problems.append(f"tap {tap}: the attributes record other statistics")
         if numbers["nonfinite"]:
             report.problems.append(f"tap {tap}: {numbers['nonfinite']} values are not finite")

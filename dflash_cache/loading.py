@@ -3,9 +3,11 @@
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
@@ -65,9 +67,9 @@ def load_model(
     """The causal language model of the text config `config`, on the CPU, without gradients.
 
     `outer` is the model's whole config. Weights of layers that were cut are left in the file;
-    a weight that the file lacks is a `DataError`.
+    a weight that the file lacks, or a file that is damaged, is a `DataError`.
     """
-    weight_files(model_folder(model, revision))
+    _check_weights(weight_files(model_folder(model, revision)))
     try:
         with _quiet():
             loaded, info = cast(Any, AutoModelForCausalLM).from_pretrained(
@@ -86,6 +88,19 @@ def load_model(
     if missing:
         raise DataError(f"the weights of {model} lack {sorted(missing)[0]} ({len(missing)} in all)")
     return loaded.eval().requires_grad_(False)
+
+
+def _check_weights(files: list[Path]) -> None:
+    """`DataError` for a file whose header is broken or does not fit its size; reads no weights."""
+    for file in files:
+        try:
+            with safe_open(file, framework="pt"):
+                continue
+        except (SafetensorError, OSError) as error:
+            raise DataError(
+                f"{file}: this weights file is damaged or cut short ({first_line(error)}); "
+                "download or copy it again"
+            ) from error
 
 
 def _tie_head(model: Any, outer: Any, missing: set[str]) -> set[str]:

@@ -20,6 +20,18 @@ Config = TypeVar("Config")
 Range = tuple[Callable[[Any], bool], str]  # does it accept the value, and what it accepts in words
 
 
+# What a person is to give for a field of this type.
+WORDS: dict[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    Path: "a path",
+    tuple: "whole numbers separated by commas",
+    dict: "a JSON object",
+}
+
+
 def option(default: Any, text: str, *, unit: str = "", binds: bool = False) -> Any:
     """A field with a default; `binds` marks what a resumed run may not change."""
     return dataclasses.field(default=default, metadata={"help": text, "unit": unit, "binds": binds})
@@ -64,10 +76,25 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UsageError(f"cannot read the configuration {path}: {error}") from error
+        raise UsageError(f"cannot read the configuration {path}: {_why(error)}") from error
+    if content is None:
+        raise UsageError(f"{path}: there are no keys in it; write `key: value` lines")
     if not isinstance(content, dict):
-        raise UsageError(f"{path}: expected `key: value` lines, got {type(content).__name__}")
+        kind = "a list" if isinstance(content, list) else repr(content)
+        raise UsageError(f"{path}: expected `key: value` lines, got {kind}")
     return content
+
+
+def _why(error: Exception) -> str:
+    """The reason in one line; the path is told beside it."""
+    if isinstance(error, OSError):
+        return (error.strerror or str(error)).lower()
+    if isinstance(error, UnicodeDecodeError):
+        return f"byte {error.start + 1} is not UTF-8"
+    mark = getattr(error, "problem_mark", None)
+    place = f"line {mark.line + 1}, " if mark else ""
+    told = getattr(error, "problem", None) or getattr(error, "reason", None) or "it is no YAML"
+    return f"{place}{told}"
 
 
 def build(
@@ -119,7 +146,7 @@ def _coerce(key: str, value: Any, hint: Any, source: str) -> Any:
     else:
         fits, converted = _convert(value, wanted)
     if not fits:
-        raise UsageError(f"{source}: {key} is {value!r}: give a value of type {wanted.__name__}")
+        raise UsageError(f"{source}: {key} is {value!r}: give {WORDS[wanted]}")
     return converted
 
 

@@ -25,6 +25,9 @@ ROLES = {
     "tool": "tool",
     "observation": "tool",
 }
+KNOWN_ROLES = ("system", "user", "assistant", "tool", "developer")
+# Of these a record has one; the others of `SHAPES` stand beside it.
+MAIN_KEYS = ("text", "messages", "conversations", "prompt", "input_ids")
 
 Message = dict[str, Any]
 
@@ -42,6 +45,17 @@ class Record:
         text = json.dumps(self.fields, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
+    def check_one_shape(self) -> None:
+        """`DataError` if the record could be read in two ways; a null says nothing."""
+        keys = [key for key in MAIN_KEYS if self.fields.get(key) is not None]
+        if keys[:2] == ["messages", "prompt"]:  # a chat set's copy of its first turn
+            keys = keys[:1]
+        if len(keys) > 1:
+            raise DataError(
+                f'{self.where}: the record has both "{keys[0]}" and "{keys[1]}"; '
+                "keep the one that is to be used"
+            )
+
     def text(self, key: str) -> str:
         return _checked_text(self.fields[key], self.where, f'"{key}"')
 
@@ -52,10 +66,10 @@ class Record:
             raise DataError(f'{self.where}: "{key}" must be a list of messages with at least one')
         return [_message(turn, f"{self.where}: message {i + 1}") for i, turn in enumerate(turns)]
 
-    def integers(self, key: str, end: int) -> list[int]:
-        """A list of integers in [0, end)."""
-        values = self.fields[key]
-        if not isinstance(values, list) or any(type(v) not in (int, bool) for v in values):
+    def integers(self, key: str, end: int, *, booleans: bool = False) -> list[int]:
+        """A list of integers in [0, end); with `booleans` true and false are 1 and 0."""
+        values, kinds = self.fields[key], (int, bool) if booleans else (int,)
+        if not isinstance(values, list) or any(type(v) not in kinds for v in values):
             raise DataError(f'{self.where}: "{key}" must be a list of integers')
         if bad := [v for v in values if not 0 <= v < end]:
             raise DataError(f'{self.where}: "{key}" holds {bad[0]}, which is not in [0, {end})')
@@ -82,6 +96,8 @@ def _message(turn: Any, where: str) -> Message:
     if "role" not in turn or ("content" not in turn and "tool_calls" not in turn):
         raise DataError(f"{where} needs role and content (or from and value)")
     role = _checked_text(turn["role"], where, "the role")
+    if role not in KNOWN_ROLES:
+        raise DataError(f"{where} has the role {role!r}; known are {', '.join(KNOWN_ROLES)}")
     rest = {k: v for k, v in turn.items() if k not in ("from", "value", "role", "content")}
     return {"role": role, "content": _content(turn.get("content"), where), **rest}
 

@@ -136,7 +136,7 @@ class Shard:
         if out.nbytes != layout.row_bytes:
             raise ValueError(f"a row of {name} is {layout.row_bytes} bytes, not {out.nbytes}")
         if layout.plain:
-            _pread(*layout.place(row), out)
+            _pread(*layout.place(row), out, layout.file_bytes)
         else:
             values = np.ascontiguousarray(self._array(name)[row], dtype=layout.dtype)
             out[:] = _bytes(values)
@@ -263,21 +263,27 @@ def _file_problem(file: Path, size: int) -> str | None:
     try:
         have = file.stat().st_size
     except FileNotFoundError:
-        return f"{file}: this chunk is missing"
-    return None if have == size else f"{file}: this chunk has {have} bytes instead of {size}"
+        return _damage(file, "is missing")
+    return None if have == size else _damage(file, f"has {have} bytes instead of {size}")
 
 
-def _pread(file: Path, offset: int, out: memoryview) -> None:
+def _damage(file: Path, what: str) -> str:
+    shard = file.parent.parent
+    return f"{file}: this chunk {what}; remove {shard} and run `dflash extract` again"
+
+
+def _pread(file: Path, offset: int, out: memoryview, size: int) -> None:
     try:
         handle = os.open(file, os.O_RDONLY)
     except FileNotFoundError as error:
-        raise DataError(f"{file}: this chunk is missing") from error
+        raise DataError(_damage(file, "is missing")) from error
     try:
         done = 0
         while done < out.nbytes:
             got = os.preadv(handle, [out[done : done + READ_LIMIT]], offset + done)
             if got == 0:
-                raise DataError(f"{file}: this chunk ends {out.nbytes - done} bytes too early")
+                have = os.fstat(handle).st_size
+                raise DataError(_damage(file, f"has {have} bytes instead of {size}"))
             done += got
     finally:
         os.close(handle)

@@ -70,10 +70,16 @@ class ArrayLayout:
         tail = ".0" * (len(self.shape) - 1)
         return self.folder / f"c.{chunk}{tail}", inside * self.row_bytes
 
+    @property
+    def file_bytes(self) -> int:
+        """The size that each chunk file of a plain array must have."""
+        return self.rows_per_file * self.row_bytes
+
     def files(self) -> dict[Path, int]:
         """Every chunk file of a plain array and the size that it must have."""
-        size = self.rows_per_file * self.row_bytes
-        return {self.place(r)[0]: size for r in range(0, self.shape[0], self.rows_per_file)}
+        return {
+            self.place(r)[0]: self.file_bytes for r in range(0, self.shape[0], self.rows_per_file)
+        }
 
 
 def parse_array(shard: Path, name: str) -> ArrayLayout:

@@ -100,7 +100,7 @@ def render(report: ShardReport, console: Console | None = None) -> str:
 
 def _parts(report: ShardReport, colour: bool) -> Iterator[RenderableType]:
     if report.cache:
-        yield _facts("cache", report.cache)
+        yield _facts("cache", _cache_facts(report.cache))
         yield Text("")
     yield _facts("shard", _shard_facts(report))
     yield Text("")
@@ -119,6 +119,19 @@ def _facts(title: str, facts: dict[str, Any]) -> Text:
         shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         text.append(f"\n  {name.ljust(width)}  {shown}", style="not bold")
     return text
+
+
+def _cache_facts(cache: dict[str, Any]) -> dict[str, Any]:
+    """The header with its geometry in words; `--json` has the numbers."""
+    geometry = cache.get("geometry")
+    if not isinstance(geometry, dict):
+        return cache
+    words = (
+        f"{geometry['seq_len']:,} tokens a row, {geometry['rows_per_shard']:,} rows a shard, "
+        f"{geometry['taps']} taps of {geometry['hidden']:,} values in {geometry['encoding']}"
+    )
+    taps = ", ".join(str(tap) for tap in cache["taps"])
+    return {**cache, "taps": f"layers {taps}", "geometry": words}
 
 
 def _shard_facts(report: ShardReport) -> dict[str, Any]:

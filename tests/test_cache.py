@@ -122,6 +122,13 @@ def test_a_creator_that_fails_leaves_nothing_behind(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("path", ["/proc/none/such", "/dev/null/below", "/tmp/" + 300 * "x"])
+def test_a_place_that_cannot_be_created_is_a_usage_error(path):
+    plan = small_plan()
+    with pytest.raises(UsageError, match=f"{path} cannot be .*; give"):
+        create_cache(path, manifest_of(plan), plan, save_nothing)
+
+
 def test_a_folder_with_something_else_in_it_is_not_touched(tmp_path):
     (tmp_path / "photo.jpg").write_text("mine")
     with pytest.raises(UsageError, match="exists and is not a cache"):

@@ -36,8 +36,8 @@ def test_a_number_that_yaml_reads_as_text_is_a_number(tmp_path: Path):
     [
         ("lr", 0, "lr is 0.0: give a number above 0"),
         ("warmup", 1.0, "warmup is 1.0: give at least 0 and less than 1"),
-        ("steps", 2.5, "steps is 2.5: give a value of type int"),
-        ("resume", "yes", "resume is 'yes': give a value of type bool"),
+        ("steps", 2.5, "steps is 2.5: give a whole number"),
+        ("resume", "yes", "resume is 'yes': give true or false"),
         ("verify", "maybe", "verify is 'maybe': give always or first or off"),
         ("anchors", 0, "anchors is 0: give 1 or more"),
         ("sliding_layers", 2, "without a window: give sliding_window"),

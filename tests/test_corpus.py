@@ -8,6 +8,7 @@ import pytest
 from dflash_cache.corpus import load_tokenizer, read_corpus, read_prompts
 from dflash_cache.errors import DataError, UsageError
 from tests.helpers import CHATML, tiny_tokenizer
+from tests.tiny_models import tiny_dense
 
 USER = {"role": "user", "content": "What is the answer?"}
 ANSWER = {"role": "assistant", "content": "The answer is forty-two."}
@@ -67,6 +68,13 @@ def test_of_a_chat_only_the_answer_with_its_end_is_supervised(write, record):
     assert tokenizer.decode(document.input_ids) == tokenizer.apply_chat_template(
         [USER, ANSWER], tokenize=False
     )
+
+
+def test_a_prompt_beside_messages_is_the_chats_own_first_turn(write):
+    tokenizer = tiny_tokenizer()
+    plain, _ = read_corpus(write({"messages": [USER, ANSWER]}), tokenizer)
+    beside, _ = read_corpus(write({"messages": [USER, ANSWER], "prompt": "Hi"}), tokenizer)
+    assert beside[0].input_ids.tolist() == plain[0].input_ids.tolist()
 
 
 def test_every_assistant_turn_gives_a_document_of_the_same_record(write):
@@ -176,6 +184,10 @@ def test_template_options_reach_the_template(write):
         ({"messages": ["hi"]}, "message 1 must be an object, not str"),
         ({"messages": [{"role": "user"}]}, "message 1 needs role and content"),
         ({"conversations": [{"from": "martian", "value": "x"}]}, "message 1 is \"from\" 'martian'"),
+        ({"messages": [{"role": "critic", "content": "x"}]}, "message 1 has the role 'critic'"),
+        ({"text": "x", "messages": []}, 'has both "text" and "messages"'),
+        ({"text": "x", "input_ids": [1]}, 'has both "text" and "input_ids"'),
+        ({"input_ids": [1, True], "loss_mask": [1, 1]}, '"input_ids" must be a list of integers'),
         ({"input_ids": [1, 2]}, 'needs a "loss_mask"'),
         ({"input_ids": [1, 2], "loss_mask": [1]}, '"input_ids" has 2 entries, "loss_mask" 1'),
         ({"input_ids": [1, 99999], "loss_mask": [1, 1]}, "holds 99999, which is not in"),
@@ -254,6 +266,8 @@ def test_prompts_end_before_the_last_answer_with_the_generation_prompt(write):
     ("record", "message"),
     [
         ({"text": ""}, "the prompt is empty"),
+        ({"input_ids": []}, "the prompt is empty"),
+        ({"text": "x", "prompt": "y"}, 'has both "text" and "prompt"'),
         ({"input_ids": [1, 2], "prompt_length": 3}, '"prompt_length" is 3, not in 1..2'),
         ({"input_ids": [1, 2], "prompt_length": True}, '"prompt_length" is True'),
         ({"body": "x"}, "expected one of"),
@@ -268,8 +282,23 @@ def test_a_missing_tokenizer_is_a_usage_error(tmp_path):
     with pytest.raises(UsageError, match="there is no such folder"):
         load_tokenizer(str(tmp_path / "none"))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UsageError, match="the tokenizer cannot be loaded"):
+    with pytest.raises(UsageError, match=r"empty has no tokenizer \(tokenizer\.json\)"):
         load_tokenizer(str(tmp_path / "empty"))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_a_model_folder_without_tokenizer_files_is_told_so(tmp_path, family):
+    model = str(tiny_dense(tmp_path / "m", family))
+    with pytest.raises(UsageError, match=r"m has no tokenizer \(tokenizer\.json\): copy"):
+        load_tokenizer(model)
+
+
+@pytest.mark.parametrize("content", ["{broken", "[]", ""])
+def test_a_broken_config_is_not_blamed_on_the_tokenizer(tmp_path, content):
+    tiny_tokenizer().save_pretrained(str(tmp_path))
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(UsageError, match=r"config\.json: this is not the JSON of a model's config"):
+        load_tokenizer(str(tmp_path))
 
 
 def test_a_saved_tokenizer_is_loaded_with_its_template(tmp_path):

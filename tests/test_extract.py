@@ -1,5 +1,6 @@
 """The job from a corpus to a cache: what is stored, resuming, stopping."""
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -272,8 +273,35 @@ def test_an_interrupted_job_leaves_whole_shards_only(model, data, tmp_path, monk
 def test_a_cache_that_does_not_fit_on_the_disk_is_refused(model, data, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(extract_job.shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(UsageError, match="GiB left"):
+    with pytest.raises(UsageError, match=r"still needs 0\.\d MiB, .* only 0\.0 MiB left"):
         extract(config(model, data, tmp_path / "hs"), lambda _: None)
+
+
+def test_a_full_disk_is_told_with_the_path_and_what_to_do(model, data, tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(RowSink, "write", fail)
+    told = "hs: the disk is full; free space and run the same command again: finished shards are"
+    with pytest.raises(DataError, match=told):
+        extract(config(model, data, tmp_path / "hs"), lambda _: None)
+
+
+@pytest.mark.parametrize("name", ["file", "file/below/it"])
+def test_an_out_that_cannot_be_a_folder_is_a_usage_error(model, data, tmp_path, name):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UsageError, match="another --out"):
+        extract(config(model, data, tmp_path / name), lambda _: None)
+
+
+def test_a_present_shard_that_lost_a_chunk_is_not_taken_for_done(model, data, extracted, tmp_path):
+    shutil.copytree(extracted[0].path, tmp_path / "hs")
+    shard = Cache.open(tmp_path / "hs").shard_path(1)
+    (shard / "states" / "c.0.0.0.0").unlink()
+    with pytest.raises(DataError, match=f"remove {shard} and run `dflash extract` again"):
+        extract(config(model, data, tmp_path / "hs"), lambda _: None)
+    shutil.rmtree(shard)
+    assert extract(config(model, data, tmp_path / "hs"), lambda _: None).shards_written == 1
 
 
 @pytest.mark.parametrize(

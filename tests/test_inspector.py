@@ -168,6 +168,30 @@ def test_damage_is_reported_and_does_not_raise(cache, damage, named):
     assert named in render(report)
 
 
+@pytest.mark.parametrize("chunk", ["states/c.1.0.0.0", "document/c.0.0"])
+@pytest.mark.parametrize("size", [None, 1])
+def test_a_damaged_chunk_is_one_problem_that_says_what_to_do(cache, chunk, size):
+    path = cache.shard_path(0)
+    if size is None:
+        (path / chunk).unlink()
+    else:
+        (path / chunk).write_bytes(b"x")
+    (problem,) = inspect_shard(path).problems
+    assert problem.startswith(f"{path / chunk}: this chunk ")
+    assert problem.endswith(f"; remove {path} and run `dflash extract` again")
+
+
+def test_the_header_names_the_target_and_tells_the_geometry_in_words(cache):
+    manifest = cache.path / "manifest.json"
+    content = json.loads(manifest.read_text())
+    content["identity"] = {"model": {"target": "some-model"}}
+    manifest.write_text(json.dumps(content))
+    report = inspect_shard(cache.path)
+    assert shown(report, "target") == "some-model"
+    words = "32 tokens a row, 2 rows a shard, 2 taps of 8 values in bf16"
+    assert shown(report, "geometry") == words
+
+
 def test_statistics_that_the_attributes_do_not_share_are_a_problem(cache):
     meta = cache.shard_path(0) / "zarr.json"
     content = json.loads(meta.read_text())

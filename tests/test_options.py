@@ -75,32 +75,32 @@ def test_a_value_becomes_the_fields_type(tmp_path, text, field, value):
 @pytest.mark.parametrize(
     ("field", "value", "kind"),
     [
-        ("steps", True, "int"),
-        ("steps", 2.5, "int"),
-        ("steps", "many", "int"),
-        ("steps", None, "int"),
-        ("steps", [3], "int"),
-        ("rate", False, "float"),
-        ("rate", "fast", "float"),
-        ("resume", 1, "bool"),
-        ("resume", "true", "bool"),
-        ("mode", 3, "str"),
-        ("mode", True, "str"),
-        ("source", 4, "Path"),
-        ("taps", "1,x", "tuple"),
-        ("taps", "", "tuple"),
-        ("taps", [1, 2.5], "tuple"),
-        ("taps", [True], "tuple"),
-        ("taps", 3, "tuple"),
-        ("extra", "{broken", "dict"),
-        ("extra", "[1]", "dict"),
-        ("extra", [1], "dict"),
+        ("steps", True, "a whole number"),
+        ("steps", 2.5, "a whole number"),
+        ("steps", "many", "a whole number"),
+        ("steps", None, "a whole number"),
+        ("steps", [3], "a whole number"),
+        ("rate", False, "a number"),
+        ("rate", "fast", "a number"),
+        ("resume", 1, "true or false"),
+        ("resume", "true", "true or false"),
+        ("mode", 3, "text"),
+        ("mode", True, "text"),
+        ("source", 4, "a path"),
+        ("taps", "1,x", "whole numbers separated by commas"),
+        ("taps", "", "whole numbers separated by commas"),
+        ("taps", [1, 2.5], "whole numbers separated by commas"),
+        ("taps", [True], "whole numbers separated by commas"),
+        ("taps", 3, "whole numbers separated by commas"),
+        ("extra", "{broken", "a JSON object"),
+        ("extra", "[1]", "a JSON object"),
+        ("extra", [1], "a JSON object"),
     ],
 )
 def test_a_value_of_another_type_is_refused_by_name(field, value, kind):
     with pytest.raises(UsageError) as caught:
         made(**{field: value})
-    told = f"{field} is {value!r}: give a value of type {kind}"
+    told = f"{field} is {value!r}: give {kind}"
     assert str(caught.value) == f"configuration: {told}"
 
 
@@ -162,19 +162,27 @@ def test_none_is_in_every_range():
 
 @pytest.mark.parametrize(
     ("text", "told"),
-    [("- a\n", "expected `key: value` lines, got list"), ("a: [", "cannot read"), ("", "NoneType")],
+    [
+        ("- a\n", "expected `key: value` lines, got a list"),
+        ("a: [", r"run\.yaml: line 1, (?!.*unicode string)"),
+        ("", "there are no keys in it"),
+        ("# only this\n", "there are no keys in it"),
+    ],
 )
 def test_a_file_that_is_no_mapping_is_refused_by_name(tmp_path, text, told):
     path = tmp_path / "run.yaml"
     path.write_text(text)
     with pytest.raises(UsageError, match=told) as caught:
         read_yaml(path)
-    assert str(path) in str(caught.value)
+    assert str(caught.value).count(str(path)) == 1
+    assert "\n" not in str(caught.value)
 
 
 def test_a_file_that_is_not_there_is_refused_by_name(tmp_path):
-    with pytest.raises(UsageError, match=r"cannot read the configuration .*none\.yaml"):
+    with pytest.raises(UsageError) as caught:
         read_yaml(tmp_path / "none.yaml")
+    told = f"cannot read the configuration {tmp_path / 'none.yaml'}: no such file or directory"
+    assert str(caught.value) == told
 
 
 GIVEN = {"model": "m", "data": "d", "out": "o"}

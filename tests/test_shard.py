@@ -155,19 +155,22 @@ def test_a_deleted_chunk_is_an_error_and_not_zeros(shard_path):
         opened.read_states(1, np.empty(GEOMETRY.row_shape, np.uint16))
     with pytest.raises(DataError, match=r"c.1.0.0.0: this chunk is missing"):
         Shard.open(shard_path)
-    assert Shard.open(shard_path, check=False).verify() == [f"{file}: this chunk is missing"]
+    assert Shard.open(shard_path, check=False).verify() == [
+        f"{file}: this chunk is missing; remove {shard_path} and run `dflash extract` again"
+    ]
 
 
 def test_a_truncated_chunk_is_an_error_that_names_the_sizes(shard_path):
     file = shard_path / "states" / "c.2.0.0.0"
     opened = Shard.open(shard_path)
     os.truncate(file, 100)
-    with pytest.raises(DataError, match=r"c.2.0.0.0: this chunk ends 156 bytes too early"):
+    with pytest.raises(DataError, match=r"c.2.0.0.0: this chunk has 100 bytes instead of 256"):
         opened.read_states(2, np.empty(GEOMETRY.row_shape, np.uint16))
     with pytest.raises(DataError, match="has 100 bytes instead of 256"):
         Shard.open(shard_path)
     problems = Shard.open(shard_path, check=False).verify()
-    assert any("has 100 bytes instead of 256" in problem for problem in problems)
+    advice = f"remove {shard_path} and run `dflash extract` again"
+    assert problems == [f"{file}: this chunk has 100 bytes instead of 256; {advice}"]
 
 
 def test_edited_attributes_are_found(shard_path):

@@ -240,6 +240,22 @@ def test_a_missing_weight_is_named(folders, tmp_path):
     assert Target.load(str(tmp_path / "m"), taps=[0]).num_layers == 4
 
 
+@pytest.mark.parametrize("size", [0, 5, 4000])
+def test_a_weights_file_that_is_cut_short_is_named(folders, tmp_path, size):
+    shutil.copytree(folders["qwen3"], tmp_path / "m")
+    file = tmp_path / "m" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
+    with pytest.raises(DataError, match=f"{file}: this weights file is damaged .*copy it again"):
+        Target.load(str(tmp_path / "m"), taps=[1])
+
+
+def test_a_broken_index_of_weights_is_named(folders, tmp_path):
+    shutil.copytree(folders["qwen3"], tmp_path / "m")
+    (tmp_path / "m" / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(DataError, match="this index of weights is damaged"):
+        Target.load(str(tmp_path / "m"), taps=[1])
+
+
 def test_an_unsupported_kind_of_layer_is_refused(folders, tmp_path):
     shutil.copytree(folders["qwen3"], tmp_path / "m")
     config = json.loads((tmp_path / "m" / "config.json").read_text())
