@@ -1,7 +1,6 @@
 """From a cache and a configuration to a drafter, its anchors, and the words that describe them."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +35,6 @@ def check_cache(cache: Cache) -> list[str]:
         f"the cache is unfinished: {len(present)} of {cache.plan.shards} shards are there, and "
         "only their rows are used; the same `dflash extract` command finishes it"
     ]
-
-
-def check_out(out: Path) -> None:
-    """UsageError unless the folder `out` is there or can be made."""
-    parent = out
-    while not parent.exists() and parent != parent.parent:
-        parent = parent.parent
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        what = "cannot be written to" if parent.is_dir() else "is a file"
-        raise UsageError(f"cannot use {out} for the run: {parent} {what}; give another --out")
 
 
 def pick_precision(name: str, device: torch.device) -> torch.dtype:

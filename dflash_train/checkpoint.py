@@ -25,6 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from dflash_cache.cache import Cache
+from dflash_cache.durable import fsync_path, fsync_tree
 from dflash_cache.errors import DataError, UsageError
 from dflash_train.config import TrainConfig, binding_fields
 from dflash_train.drafter import Drafter, DrafterConfig
@@ -198,8 +199,7 @@ def _replaced(final: Path) -> Iterator[Path]:
     staging.mkdir()
     try:
         yield staging
-        for path in [*staging.iterdir(), staging]:
-            _fsync(path)
+        fsync_tree(staging)
         _take_name(staging, final)
     except (SafetensorError, OSError) as error:
         raise DataError(
@@ -220,16 +220,8 @@ def _take_name(staging: Path, final: Path) -> None:
         if old.exists():
             old.rename(final)
         raise
-    _fsync(final.parent)
+    fsync_path(final.parent)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -11,11 +11,11 @@ from typing import Any
 
 from dflash_cache.cache import Cache, load_frozen
 from dflash_cache.devices import choose_device
+from dflash_cache.durable import check_creatable
 from dflash_cache.errors import DataError, UsageError
 from dflash_train.build import (
     build_drafter,
     check_cache,
-    check_out,
     describe,
     pick_anchors,
     pick_precision,
@@ -72,7 +72,7 @@ def train(config: TrainConfig, report: Callable[[str], None] = print) -> TrainSu
     than the one resumed, or 10 non-finite steps in a row, and SteadyError with `strict`.
     """
     _refuse_existing_run(config)
-    check_out(config.out)
+    check_creatable(config.out)
     device = choose_device(config.device)
     cache = Cache.open(config.cache)
     notes = check_cache(cache)
