@@ -332,8 +332,7 @@ def _demo_table(files: Path, out: Path, device: str, count: int) -> Table:
         "trained here": trained,
         "shipped": trained.with_drafter_from(files / "drafter"),
     }
-    tokens = 64 if device == "cpu" else 128
-    reports = _decode_all(drafters, _prompts(model, data, count), max_new_tokens=tokens)
+    reports = _decode_all(drafters, _prompts(model, data, count), max_new_tokens=64)
     (out / "eval.json").write_text(
         json.dumps({name: r.to_dict() for name, r in reports.items()}, indent=2) + "\n"
     )

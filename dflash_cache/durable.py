@@ -5,6 +5,9 @@ import os
 import shutil
 from pathlib import Path
 
+from safetensors.torch import save_file
+from torch import Tensor
+
 from dflash_cache.errors import DataError, UsageError
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -48,6 +51,20 @@ def fsync_tree(root: Path) -> None:
         for name in names:
             fsync_path(Path(folder, name))
         fsync_path(Path(folder))
+
+
+def save_tensors(
+    tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None
+) -> None:
+    """Write a safetensors file with the permissions that any new file gets.
+
+    safetensors itself writes files that nobody but their owner may read, so that a drafter trained
+    by one user could not be served by another.
+    """
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata=metadata)
+    path.chmod(mode)
 
 
 def publish(staged: Path, final: Path) -> bool:

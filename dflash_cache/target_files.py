@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
+from dflash_cache.durable import save_tensors
 from dflash_cache.errors import DataError
 
 WEIGHTS, CONFIG = "frozen.safetensors", "config.json"
@@ -52,7 +53,7 @@ def save_frozen(
     tensors = {EMBED: embed, NORM: norm} | ({} if head is None else {HEAD: head})
     # A copy of each: views of one storage (a sliced head, say) are refused by safetensors.
     tensors = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
-    save_file(tensors, folder / WEIGHTS, metadata={"tied": str(head is None).lower()})
+    save_tensors(tensors, folder / WEIGHTS, metadata={"tied": str(head is None).lower()})
     text = json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False, default=str)
     (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
     if tokenizer is not None:

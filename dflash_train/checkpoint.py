@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from dflash_cache.cache import Cache
-from dflash_cache.durable import fsync_path, fsync_tree
+from dflash_cache.durable import fsync_path, fsync_tree, save_tensors
 from dflash_cache.errors import DataError, UsageError
 from dflash_train.config import TrainConfig, binding_fields
 from dflash_train.drafter import Drafter, DrafterConfig
@@ -100,7 +100,7 @@ def save_checkpoint(
     folder = out / "checkpoints" / f"step-{step:08d}"
     with _replaced(folder) as staging:
         _write_drafter(staging, drafter)
-        save_file(_resume_tensors(drafter, optimizer), staging / "state.safetensors")
+        save_tensors(_resume_tensors(drafter, optimizer), staging / "state.safetensors")
         state = {
             "step": step,
             "config": config.to_dict(),
@@ -186,7 +186,7 @@ def _write_drafter(folder: Path, drafter: Drafter) -> None:
         name: tensor.detach().cpu().to(torch.bfloat16).contiguous()
         for name, tensor in drafter.state_dict().items()
     }
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    save_tensors(weights, folder / "model.safetensors", metadata={"format": "pt"})
     _write_json(folder / "config.json", drafter.config.to_hf())
 
 

@@ -168,11 +168,11 @@ def test_verifying_the_targets_own_text_agrees_up_to_near_ties(hybrid):
     assert (near_tie <= 0.02 * top[:, 0].abs().clamp_min(1)).all()
 
 
-@pytest.mark.parametrize("block", [16, SHORT + 20])
+@pytest.mark.parametrize(("start", "block"), [(70, 16), (70, SHORT + 20), (SHORT + 10, 16)])
 @pytest.mark.parametrize("keep", [0, 1, 2, 7, 16])
-def test_a_rolled_back_state_is_that_of_a_fresh_prefill(hybrid, block, keep):
+def test_a_rolled_back_state_is_that_of_a_fresh_prefill(hybrid, start, block, keep):
     ids = packed_row()[0][0]
-    prompt, middle, after = ids[:70], ids[70 : 70 + block], ids[200:205]
+    prompt, middle, after = ids[:start], ids[start : start + block], ids[220:225]
     decoder, fresh = TargetDecoder(hybrid), TargetDecoder(hybrid)
     decoder.prefill(prompt)
     decoder.verify(middle)
