@@ -170,6 +170,72 @@ def inspect_shard_command(path: Path, tokens: int, as_json: bool) -> None:
 
 
 @main.command()
+@click.argument("source", type=PATH)
+@click.argument("destination", type=PATH)
+@click.option(
+    "--encoding",
+    required=True,
+    type=click.Choice(["bf16", "int8", "fp8", "bf16-lossless"]),
+    help="How to store the states.",
+)
+@click.option("--device", default="auto", show_default=True, help="cuda, cpu or auto.")
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON at the end.")
+def convert(source: Path, destination: Path, encoding: str, device: str, as_json: bool) -> None:
+    """Store the cache SOURCE in another encoding, as DESTINATION.
+
+    bf16 and bf16-lossless hold every bit; int8 and fp8 take half the bytes of bf16, and the error
+    is printed. Rows are verified on both sides; a conversion that was stopped continues.
+    """
+    from dflash_cache.convert import convert as run
+
+    say = (lambda line: click.echo(line, err=True)) if as_json else _say
+    summary = run(source, destination, encoding, device=device, report=say)
+    if as_json:
+        _print_json(summary.to_dict())
+    else:
+        _say(summary.render())
+
+
+@main.command("verify")
+@click.argument("cache", metavar="DIR", type=PATH)
+@click.option(
+    "--recompute",
+    "count",
+    type=click.IntRange(1),
+    help="Run N random documents through --model again and compare the states.  [documents]",
+)
+@click.option("--model", help="The cache's target, for --recompute: a folder or a hub id.")
+@click.option("--seed", default=0, show_default=True, help="Draws the documents to recompute.")
+@click.option("--device", default="auto", show_default=True, help="cuda, cpu or auto.")
+@click.option(
+    "--dtype",
+    default="auto",
+    show_default=True,
+    help="float32, bfloat16, float16; auto: the precision that the cache was extracted with.",
+)
+@click.option("--revision", help="Revision of a hub id.")
+@click.option("--trust-remote-code", is_flag=True, help="Run code that the model's folder brings.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+def verify_command(cache: Path, as_json: bool, **asked: Any) -> None:
+    """Check a whole cache: checksums, plan, manifest and states; with --recompute the target too.
+
+    Reads every byte of every shard that is there, at the speed of the disk. An unfinished cache is
+    no damage, but it is told. Each problem is one line that names the file and the row. Exits with
+    1 if anything is damaged.
+    """
+    from dflash_cache.verify import Recompute, verify
+
+    say = (lambda line: click.echo(line, err=True)) if as_json else _say
+    report = verify(cache, report=say, recompute=Recompute(**asked))
+    if as_json:
+        _print_json(report.to_dict())
+    else:
+        _say(report.render())
+    if report.problems:
+        sys.exit(1)
+
+
+@main.command()
 @_train_options
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON at the end.")
 def train(config_file: Path | None, as_json: bool, **given: Any) -> None:

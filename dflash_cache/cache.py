@@ -10,18 +10,23 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from dflash_cache.durable import check_creatable, publish, refusal
+from dflash_cache.encoding import Codec
 from dflash_cache.errors import DataError, UsageError
 from dflash_cache.packing import HELDOUT, TRAIN, Plan, load_plan, save_plan
 from dflash_cache.shard import Geometry, Shard
 from dflash_cache.target_files import (
     FrozenTarget,
     digest_files,
+    load_channel_scale,
     load_frozen,
     save_frozen,
 )
@@ -163,6 +168,28 @@ class Cache:
             )
         k, inside = divmod(row, self.geometry.rows_per_shard)
         return self.shard(k), inside
+
+    @cached_property
+    def channel_scale(self) -> Tensor | None:
+        """The equaliser of the channels, float32 [T, D]; None for encodings without one."""
+        if not self.geometry.how.equalised:
+            return None
+        scale = load_channel_scale(self.target_dir)
+        if scale.shape != (self.geometry.taps, self.geometry.hidden):
+            raise DataError(
+                f"{self.target_dir}: the channel scale is {list(scale.shape)}, the cache has "
+                f"{self.geometry.taps} taps of {self.geometry.hidden} channels"
+            )
+        return scale
+
+    def codec(self, device: torch.device | str = "cpu") -> Codec:
+        """What decodes (and encodes) this cache's states on a device."""
+        return Codec(self.geometry.encoding, self.channel_scale, device)
+
+    def decoded_row(self, row: int) -> Tensor:
+        """bf16 [S, T, D] on the CPU: the states of a global row, whatever the encoding."""
+        shard, inside = self.locate(row)
+        return shard.decoded(inside, self.codec())
 
     def check_identity(self, wanted: Manifest) -> None:
         """`DataError` naming the first field in which this cache is not the wanted one."""

@@ -14,6 +14,7 @@ from dflash_cache.cache import Cache, Manifest, check_new_cache, create_cache, s
 from dflash_cache.corpus import Document, load_tokenizer, read_corpus
 from dflash_cache.devices import choose_device, choose_dtype
 from dflash_cache.encoding import get_encoding
+from dflash_cache.equaliser import calibrate
 from dflash_cache.errors import UsageError
 from dflash_cache.extract_config import ExtractConfig
 from dflash_cache.extract_job import ExtractSummary, Job, versions
@@ -21,7 +22,9 @@ from dflash_cache.geometry import Geometry
 from dflash_cache.identity import check_model_path
 from dflash_cache.loading import load_config
 from dflash_cache.packing import Plan, make_plan
+from dflash_cache.selfcheck import prove
 from dflash_cache.target import Target
+from dflash_cache.target_files import save_channel_scale
 
 SHARD_BYTES = 1 << 30
 TAP_CONVENTION = "tap i is the output of the 0-based decoder layer i, before the final norm"
@@ -67,7 +70,7 @@ def extract(config: ExtractConfig, report: Callable[[str], None] = print) -> Ext
     target = _load_target(config, device)
     plan, geometry = plan_rows(config, documents, target)
     report(f"plan: {_describe_plan(plan, geometry)}")
-    cache = _open_cache(config, target, tokenizer, plan, geometry)
+    cache = _open_cache(config, target, tokenizer, documents, plan, geometry)
     job = Job(cache, target, documents, config.batch_rows, report)
     job.run(*place)
     return job.summary(time.monotonic() - started)
@@ -93,7 +96,7 @@ def plan_rows(
     plan = make_plan(
         documents,
         seq_len=config.seq_len,
-        rows_per_shard=max(1, SHARD_BYTES // geometry.row_bytes) if rows is None else rows,
+        rows_per_shard=max(1, SHARD_BYTES // geometry.stored_row_bytes) if rows is None else rows,
         heldout=config.heldout,
     )
     plan = replace(plan, rows_per_shard=min(plan.rows_per_shard, plan.rows))
@@ -110,7 +113,12 @@ def _describe_plan(plan: Plan, geometry: Geometry) -> str:
 
 
 def _open_cache(
-    config: ExtractConfig, target: Target, tokenizer: Any, plan: Plan, geometry: Geometry
+    config: ExtractConfig,
+    target: Target,
+    tokenizer: Any,
+    documents: list[Document],
+    plan: Plan,
+    geometry: Geometry,
 ) -> Cache:
     manifest = Manifest(
         geometry=geometry,
@@ -125,6 +133,10 @@ def _open_cache(
         head = None if frozen.tied else frozen.head
         config_dict = target.config.to_dict()
         save_frozen(folder, frozen.embed, head, frozen.norm, config_dict, tokenizer)
+        if geometry.how.equalised:
+            prove(target)  # the scale is for good: not from kernels that are wrong
+            scale = calibrate(target, plan, documents, config.batch_rows)
+            save_channel_scale(folder, scale)
 
     return create_cache(config.out, manifest, plan, save_target)
 

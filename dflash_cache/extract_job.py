@@ -13,6 +13,7 @@ import torch
 from dflash_cache.cache import Cache
 from dflash_cache.corpus import Document
 from dflash_cache.durable import FULL, refusal
+from dflash_cache.equaliser import batch_arrays
 from dflash_cache.errors import DataError, UsageError
 from dflash_cache.health import Guard
 from dflash_cache.packing import RowTokens, fill_row
@@ -102,6 +103,7 @@ class Job:
     ):
         self.cache, self.target, self.documents, self.report = cache, target, documents, report
         self.plan, self.batch_rows = cache.plan, batch_rows
+        self.codec = cache.codec(target.device)
         self.guard = Guard()
         self.sink = RowSink(self.plan, self.guard)
         self.slots: list[HostSlot] = []
@@ -165,7 +167,8 @@ class Job:
 
     def _shard(self, k: int, bar: Progress) -> None:
         rows, geometry = self.plan.shard_rows(k), self.cache.geometry
-        writer = ShardWriter(self.cache.shard_path(k), self.cache.staging_dir, geometry, len(rows))
+        final, staging = self.cache.shard_path(k), self.cache.staging_dir
+        writer = ShardWriter(final, staging, geometry, len(rows), self.cache.codec())
         shard = OpenShard(k, rows, writer, [])
         self.open.append(shard)
         for first in range(rows.start, rows.stop, self.batch_rows):
@@ -179,16 +182,10 @@ class Job:
     def _run_batch(self, tokens: list[RowTokens]) -> HostSlot:
         """Run rows; a short last batch is filled up with padding, so that CUDA sees one shape."""
         padding = self.batch_rows - len(tokens) if self.target.device.type == "cuda" else 0
-        arrays = (
-            np.stack([getattr(t, name) for t in tokens])
-            for name in ("input_ids", "document", "position")
-        )
-        ids, document, position = (
-            torch.from_numpy(np.pad(a, ((0, padding), (0, 0)))) for a in arrays
-        )
-        states = self.target.run_rows(ids, document, position)[: len(tokens)]
+        ids, document, position = batch_arrays(tokens, padding)
+        states = self.target.run_rows(ids, document, position)
         slot = self._slot()
-        slot.fill(states, document[: len(tokens)], self.cache.geometry.encoding)
+        slot.fill(states, document, len(tokens), self.codec)
         return slot
 
     def _slot(self) -> HostSlot:

@@ -6,7 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from dflash_cache.encoding import get_encoding
+from dflash_cache.encoding import Encoding, get_encoding
+
+# input_ids, document and position (int32 each) and loss_mask (uint8) of a token.
+TOKEN_ARRAYS_BYTES = 13
 
 
 @dataclass(frozen=True)
@@ -23,9 +26,14 @@ class Geometry:
     encoding: str = "bf16"
 
     @property
+    def how(self) -> Encoding:
+        """The encoding itself."""
+        return get_encoding(self.encoding)
+
+    @property
     def dtype(self) -> np.dtype:
-        """The stored dtype of `states` (bf16: little-endian uint16)."""
-        return np.dtype(get_encoding(self.encoding).dtype).newbyteorder("<")
+        """The dtype of a row's states in memory (bf16: little-endian uint16)."""
+        return np.dtype(self.how.dtype).newbyteorder("<")
 
     @property
     def row_shape(self) -> tuple[int, int, int]:
@@ -39,13 +47,19 @@ class Geometry:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of the states of one row: also the size of one chunk file."""
+        """Bytes of the states of one row in memory; on the disk too, unless they lie in planes."""
         return math.prod(self.row_shape) * self.dtype.itemsize
 
     @property
-    def token_bytes(self) -> int:
-        """Bytes of the states of one token."""
-        return self.taps * self.hidden * self.dtype.itemsize
+    def stored_token_bytes(self) -> float:
+        """Bytes of a token on the disk, over all arrays; an estimate for bf16-lossless."""
+        states = self.taps * self.hidden * self.how.bytes_per_element
+        return states + 4 * self.taps * self.how.scaled + TOKEN_ARRAYS_BYTES
+
+    @property
+    def stored_row_bytes(self) -> int:
+        """`stored_token_bytes` of a whole row."""
+        return math.ceil(self.seq_len * self.stored_token_bytes)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dflash_cache.cache import Cache
 from dflash_cache.corpus import load_tokenizer
+from dflash_cache.encoding import SCALES, Codec
 from dflash_cache.errors import DataError, UsageError
 from dflash_cache.packing import HELDOUT
 from dflash_cache.shard import Shard
@@ -110,7 +111,8 @@ def _target_name(identity: dict[str, Any]) -> str:
 def _fill(report: ShardReport, shard: Shard, place: _Place) -> None:
     report.rows, report.encoding = shard.rows, shard.geometry.encoding
     report.arrays = [_array(shard, name) for name in shard.layouts]
-    report.states_bytes = report.arrays[0].bytes
+    stored = (*shard.geometry.how.arrays, SCALES)
+    report.states_bytes = sum(array.bytes for array in report.arrays if array.name in stored)
     files = [p.stat().st_size for p in shard.path.rglob("*") if p.is_file()]
     report.total_bytes = sum(files)
     for name in ("kernels", "versions", "skipped"):
@@ -118,9 +120,20 @@ def _fill(report: ShardReport, shard: Shard, place: _Place) -> None:
     report.problems += shard.metadata_problems() + shard.chunk_problems()
     if place.cache is not None and place.number is not None:
         _fill_from_cache(report, shard, place.cache, place.number)
-    sums = _read_rows(report, shard)
+    codec = _codec(report, shard, place.cache)
+    sums = _read_rows(report, shard, codec)
     _count(report, shard)
-    _fill_taps(report, shard, sums, place.cache.manifest.taps if place.cache else None)
+    if codec is not None:
+        _fill_taps(report, shard, sums, place.cache.manifest.taps if place.cache else None)
+
+
+def _codec(report: ShardReport, shard: Shard, cache: Cache | None) -> Codec | None:
+    """What decodes the shard; None for an equalised one that lies in no cache."""
+    try:
+        return cache.codec() if cache else Codec(shard.geometry.encoding)
+    except (UsageError, DataError) as error:
+        report.problems.append(f"{error}: the states are not decoded, so there are no statistics")
+        return None
 
 
 def _array(shard: Shard, name: str) -> ArrayInfo:
@@ -138,7 +151,7 @@ def _fill_from_cache(report: ShardReport, shard: Shard, cache: Cache, number: in
     report.problems += cache.foreign_problems(shard, number)
 
 
-def _read_rows(report: ShardReport, shard: Shard) -> Tensor:
+def _read_rows(report: ShardReport, shard: Shard, codec: Codec | None) -> Tensor:
     """Check every row and add up the statistics of those that can be read."""
     sums = empty_sums(shard.geometry.taps)
     bits = np.empty(shard.geometry.row_shape, dtype=shard.geometry.dtype)
@@ -147,7 +160,8 @@ def _read_rows(report: ShardReport, shard: Shard) -> Tensor:
             shard.read_states(row, bits)
             found = shard.verify_row(row, bits)
             document = shard.read_tokens(row).document
-            add_row(sums, torch.from_numpy(bits), torch.from_numpy(document), report.encoding)
+            if codec is not None:
+                add_row(sums, shard.decoded(row, codec), torch.from_numpy(document))
             found += _zero_problems(row, bits, document)
         except (DataError, OSError) as error:
             found = [str(error)]
@@ -186,12 +200,20 @@ def _fill_taps(
         numbers = {name: values[tap] for name, values in found.items()}
         agrees = _agrees(numbers, recorded, tap)
         layer = layers[tap] if layers and tap < len(layers) else None
-        report.taps.append(TapInfo(layer=layer, agrees=agrees, **numbers))
+        error = _recorded_error(recorded, tap)
+        report.taps.append(TapInfo(layer=layer, agrees=agrees, error=error, **numbers))
         # Of damaged rows the statistics must differ, which says nothing new.
         if not agrees and not report.bad:
             report.problems.append(f"tap {tap}: the attributes record other statistics")
         if numbers["nonfinite"]:
             report.problems.append(f"tap {tap}: {numbers['nonfinite']} values are not finite")
+
+
+def _recorded_error(recorded: Any, tap: int) -> float | None:
+    """The encoding's error, which only the extraction could measure."""
+    errors = recorded.get("error") if isinstance(recorded, dict) else None
+    known = isinstance(errors, list) and tap < len(errors) and isinstance(errors[tap], float)
+    return errors[tap] if isinstance(errors, list) and known else None
 
 
 def _agrees(numbers: dict[str, Any], recorded: Any, tap: int) -> bool:

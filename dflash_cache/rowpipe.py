@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dflash_cache.encoding import decode, encode
+from dflash_cache.encoding import Codec
 from dflash_cache.geometry import Geometry
 from dflash_cache.health import Guard, extremes, what_is_wrong
 from dflash_cache.packing import Plan, RowTokens
 from dflash_cache.shard_writer import ShardWriter
-from dflash_cache.tapstats import add_row, empty_sums
+from dflash_cache.tapstats import FIELDS, add_row, empty_sums
 
 DEPTH = 2
 
@@ -47,32 +47,41 @@ class WriterThread:
 
 
 class HostSlot:
-    """Host memory of a batch, pinned for CUDA: bits [B, S, T, D], extremes [B, 2, S, T], sums."""
+    """Host memory of a batch, pinned for CUDA: encoded states [B, S, T, D], their scales
+    [B, S, T] if there are any, extremes [B, 2, S, T] and statistics [B, 7, T]."""
 
     def __init__(self, rows: int, geometry: Geometry, device: torch.device):
         pinned = device.type == "cuda"
-        bits = torch.empty(0, dtype=torch.uint16).new_empty
+        stored = torch.from_numpy(np.empty(0, geometry.dtype)).dtype
         shape = (rows, geometry.seq_len, geometry.taps)
-        self.bits = bits((*shape, geometry.hidden), pin_memory=pinned)
+        self.bits = torch.empty((*shape, geometry.hidden), dtype=stored, pin_memory=pinned)
+        self.scales = torch.empty(shape, pin_memory=pinned) if geometry.how.scaled else None
         self.extremes = torch.empty(rows, 2, *shape[1:], pin_memory=pinned)
-        self.sums = torch.empty(rows, 5, geometry.taps, dtype=torch.float64, pin_memory=pinned)
+        self.sums = torch.empty(rows, FIELDS, geometry.taps, dtype=torch.float64, pin_memory=pinned)
         self.event = torch.cuda.Event() if pinned else None
 
-    def fill(self, states: Tensor, document: Tensor, encoding: str) -> None:
-        """Encode states [b, S, T, D] on their device and start copying; padding becomes zero."""
+    def fill(self, states: Tensor, document: Tensor, rows: int, codec: Codec) -> None:
+        """Encode states [b, S, T, D] on their device and start copying the first `rows` of them.
+
+        Padding becomes zero. All rows are encoded, so that the shape is the same for every batch.
+        """
         document = document.to(states.device)
         states.masked_fill_(document[..., None, None] == 0, 0)
-        bits = encode(states, encoding)
+        encoded = codec.encode(states)
+        decoded = codec.decode(*encoded)
         sums = [empty_sums(states.shape[2], states.device) for _ in document]
-        for row, total in enumerate(sums):
-            add_row(total, bits[row], document[row], encoding)
-        pairs = (
-            (self.bits, bits),
-            (self.extremes, extremes(decode(bits, encoding))),
+        for row, total in enumerate(sums[:rows]):
+            add_row(total, decoded[row], document[row], states[row])
+        pairs = [
+            (self.bits, encoded.states),
+            # Of the states themselves: codes of eight bits are finite whatever these are.
+            (self.extremes, extremes(states.to(torch.bfloat16))),
             (self.sums, torch.stack(sums)),
-        )
+        ]
+        if self.scales is not None and encoded.scales is not None:
+            pairs.append((self.scales, encoded.scales))
         for host, device in pairs:
-            host[: len(document)].copy_(device, non_blocking=True)
+            host[:rows].copy_(device[:rows], non_blocking=True)
         if self.event is not None:
             self.event.record()
 
@@ -104,11 +113,13 @@ class RowSink:
         slot.wait()
         for i, row in enumerate(rows):
             bits, sums = slot.bits[i].numpy(), slot.sums[i]
+            scales = None if slot.scales is None else slot.scales[i].numpy()
             bad = self._bad_documents(row, slot.extremes[i].numpy())
             self.guard.add(bad, len(self.plan.row_documents(row)))
-            kept = blank(bits, tokens[i], bad)
+            kept = blank(bits, scales, tokens[i], bad)
             shard.skipped += bad
-            shard.writer.write_row(row - shard.rows.start, bits, kept, None if bad else sums)
+            inside = row - shard.rows.start
+            shard.writer.write_row(inside, bits, kept, None if bad else sums, scales)
 
     def _bad_documents(self, row: int, least_largest: np.ndarray) -> list[dict]:
         plan, bad = self.plan, []
@@ -128,7 +139,9 @@ class RowSink:
         shard.writer.finish({**attributes, "skipped": shard.skipped})
 
 
-def blank(bits: np.ndarray, tokens: RowTokens, bad: list[dict]) -> RowTokens:
+def blank(
+    bits: np.ndarray, scales: np.ndarray | None, tokens: RowTokens, bad: list[dict]
+) -> RowTokens:
     """Zero the states of the bad documents in place; their tokens become padding in the copy."""
     if not bad:
         return tokens
@@ -137,6 +150,8 @@ def blank(bits: np.ndarray, tokens: RowTokens, bad: list[dict]) -> RowTokens:
     for entry in bad:
         place = slice(entry["start"], entry["stop"])
         bits[place] = 0
+        if scales is not None:
+            scales[place] = 0
         for array in arrays.values():
             array[place] = 0
     return replace(tokens, **arrays)

@@ -1,21 +1,25 @@
 """One shard = one zarr v3 group: open it, read rows into memory that is there, check it."""
 
-import os
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import zarr
+from torch import Tensor
 
-from dflash_cache.encoding import ENCODINGS
+from dflash_cache.encoding import ENCODINGS, SCALES, Codec, join_planes, split_planes
 from dflash_cache.errors import DataError
 from dflash_cache.geometry import Geometry
 from dflash_cache.packing import RowTokens
+from dflash_cache.shard_files import bytes_of, file_problem, read_row
 from dflash_cache.shard_layout import (
+    BY_ROW,
     ROW_ARRAYS,
-    STATES,
+    SCALE_DTYPE,
     ArrayLayout,
+    array_names,
     crc32c,
     metadata_digest,
     parse_array,
@@ -24,9 +28,6 @@ from dflash_cache.shard_layout import (
 from dflash_cache.shard_writer import ShardWriter
 
 __all__ = ["Geometry", "Shard", "ShardWriter"]
-
-# Linux reads at most this many bytes a call.
-READ_LIMIT = 1 << 30
 
 
 class Shard:
@@ -61,9 +62,10 @@ class Shard:
         group = read_json(path / "zarr.json")
         if group.get("node_type") != "group" or group.get("zarr_format") != 3:
             raise DataError(f"{path / 'zarr.json'}: this is not a group of zarr format 3")
-        layouts = {name: parse_array(path, name) for name in (STATES, *ROW_ARRAYS)}
         attributes = group.get("attributes") or {}
-        shard = Shard(path, attributes, layouts, geometry or _infer(layouts, attributes))
+        encoding = _encoding(path, attributes, geometry)
+        layouts = {name: parse_array(path, name) for name in array_names(ENCODINGS[encoding])}
+        shard = Shard(path, attributes, layouts, geometry or _infer(layouts, encoding))
         problems = shard._shape_problems() or (shard.chunk_problems() if check else [])
         if problems:
             raise DataError(problems[0])
@@ -71,12 +73,13 @@ class Shard:
 
     @property
     def rows(self) -> int:
-        return self.layouts[STATES].shape[0]
+        return next(iter(self.layouts.values())).shape[0]
 
     @property
     def plain(self) -> bool:
-        """Whether the states' chunk files are the raw rows."""
-        return self.layouts[STATES].plain
+        """Whether each row of the states is the bytes of one file."""
+        names = self.geometry.how.arrays
+        return len(names) == 1 and self.layouts[names[0]].plain
 
     # --- reading
 
@@ -86,7 +89,28 @@ class Shard:
         Raises `DataError` for a missing or truncated chunk, `ValueError` for a wrong buffer.
         """
         self._check_row(row)
-        self._read_row(STATES, row, _bytes(out))
+        names = self.geometry.how.arrays
+        if len(names) == 1:
+            self._read_row(names[0], row, bytes_of(out))
+            return
+        high, low = (self._read_new(name, row) for name in names)
+        join_planes(high, low, np.frombuffer(out, dtype=np.uint8))
+
+    def read_scales(self, row: int, out: np.ndarray) -> None:
+        """Fill `out`, float32 [S, T], with the scales of a row; scaled encodings only."""
+        self._check_row(row)
+        self._read_row(SCALES, row, bytes_of(out))
+
+    def decoded(self, row: int, codec: Codec) -> Tensor:
+        """bf16 [S, T, D]: the states of a row; `codec` is the cache's, on the CPU."""
+        g = self.geometry
+        states = np.empty(g.row_shape, dtype=g.dtype)
+        self.read_states(row, states)
+        if not g.how.scaled:
+            return codec.decode(torch.from_numpy(states))
+        scales = np.empty((g.seq_len, g.taps), dtype=np.float32)
+        self.read_scales(row, scales)
+        return codec.decode(torch.from_numpy(states), torch.from_numpy(scales))
 
     def read_tokens(self, row: int) -> RowTokens:
         """The four token arrays of a row, each [S], without reading the rest of the shard."""
@@ -94,7 +118,7 @@ class Shard:
         parts = {}
         for name, dtype in ROW_ARRAYS.items():
             parts[name] = np.empty(self.geometry.seq_len, dtype=dtype)
-            self._read_row(name, row, _bytes(parts[name]))
+            self._read_row(name, row, bytes_of(parts[name]))
         return RowTokens(**parts)
 
     @cached_property
@@ -127,7 +151,7 @@ class Shard:
         layout = self.layouts[name]
         values = np.empty(layout.shape, dtype=layout.dtype)
         for row in range(self.rows):
-            self._read_row(name, row, _bytes(values[row]))
+            self._read_row(name, row, bytes_of(values[row]))
         values.flags.writeable = False
         return values
 
@@ -135,11 +159,17 @@ class Shard:
         layout = self.layouts[name]
         if out.nbytes != layout.row_bytes:
             raise ValueError(f"a row of {name} is {layout.row_bytes} bytes, not {out.nbytes}")
-        if layout.plain:
-            _pread(*layout.place(row), out, layout.file_bytes)
+        if layout.plain or layout.packed:
+            read_row(layout, row, out)
         else:
             values = np.ascontiguousarray(self._array(name)[row], dtype=layout.dtype)
-            out[:] = _bytes(values)
+            out[:] = bytes_of(values)
+
+    def _read_new(self, name: str, row: int) -> np.ndarray:
+        """A row of an array as fresh bytes."""
+        values = np.empty(self.layouts[name].row_bytes, dtype=np.uint8)
+        self._read_row(name, row, bytes_of(values))
+        return values
 
     def _array(self, name: str) -> Any:
         if name not in self._zarr:
@@ -157,37 +187,29 @@ class Shard:
     def verify(self) -> list[str]:
         """Every problem found: metadata, chunk files, then the crc32c of every row; [] if none."""
         problems = self.metadata_problems() + self.chunk_problems()
-        scratch = np.empty(self.layouts[STATES].row_bytes, dtype=np.uint8)
         for row in range(self.rows):
             # A row whose chunk is named already would only be named again.
-            problems += [p for p in self._verify_row(row, scratch) if p not in problems]
+            problems += [p for p in self.verify_row(row) if p not in problems]
         return problems
 
     def verify_row(self, row: int, states: np.ndarray | memoryview | None = None) -> list[str]:
         """Problems of one row. `states`: its bytes if they have been read already."""
         self._check_row(row)
-        if states is not None:
-            return self._crc_problems(row, {STATES: _bytes(states)})
-        return self._verify_row(row, np.empty(self.layouts[STATES].row_bytes, dtype=np.uint8))
+        names, given = self.geometry.how.arrays, {}
+        if states is not None and len(names) == 1:
+            given[names[0]] = bytes_of(states)
+        elif states is not None:
+            bits = np.frombuffer(states, dtype=self.geometry.dtype)
+            given = {n: bytes_of(v) for n, v in zip(names, split_planes(bits), strict=True)}
+        return [p for name in self.layouts for p in self._crc_problems(name, row, given.get(name))]
 
-    def _verify_row(self, row: int, scratch: np.ndarray) -> list[str]:
-        return self._crc_problems(row, {}, scratch)
-
-    def _crc_problems(
-        self, row: int, given: dict[str, memoryview], scratch: np.ndarray | None = None
-    ) -> list[str]:
-        problems = []
-        for name, layout in self.layouts.items():
-            data = given.get(name)
-            try:
-                if data is None:
-                    data = _bytes(_buffer(layout, scratch))
-                    self._read_row(name, row, data)
-            except (DataError, OSError) as error:
-                problems.append(str(error))
-                continue
-            problems += self._compare(name, row, crc32c(data))
-        return problems
+    def _crc_problems(self, name: str, row: int, data: Any) -> list[str]:
+        try:
+            return self._compare(
+                name, row, crc32c(self._read_new(name, row) if data is None else data)
+            )
+        except (DataError, OSError) as error:
+            return [str(error)]
 
     def _compare(self, name: str, row: int, found: int) -> list[str]:
         recorded = self.attributes.get("crc32c")
@@ -213,17 +235,17 @@ class Shard:
         return [p for layout in self.layouts.values() for p in self._chunks(layout)]
 
     def _chunks(self, layout: ArrayLayout) -> list[str]:
-        if not layout.plain:
+        if not layout.plain and not layout.packed:
             array = self._array(layout.name)
             have, want = array.nchunks_initialized, array.nchunks
             gone = f"{layout.folder}: {want - have} of {want} chunks are missing"
             return [gone] if have != want else []
-        return [p for file, size in layout.files().items() if (p := _file_problem(file, size))]
+        files = layout.files().items()
+        return [p for file, size in files if (p := file_problem(layout, file, size))]
 
     def _shape_problems(self) -> list[str]:
-        states, g = self.layouts[STATES], self.geometry
-        want: dict[str, tuple[tuple[int, ...], np.dtype]] = {STATES: (g.row_shape, g.dtype)}
-        want |= {name: ((g.seq_len,), dtype) for name, dtype in ROW_ARRAYS.items()}
+        g, rows = self.geometry, self.rows
+        want = {name: row_of(g, name) for name in self.layouts}
         problems = [
             f"{layout.folder}: a row is {layout.dtype} {list(layout.shape[1:])}, "
             f"the cache has {want[name][1]} {list(want[name][0])}"
@@ -231,59 +253,35 @@ class Shard:
             if (layout.shape[1:], layout.dtype) != want[name]
         ]
         problems += [
-            f"{layout.folder}: {layout.shape[0]} rows, but states has {states.shape[0]}"
+            f"{layout.folder}: {layout.shape[0]} rows, but states has {rows}"
             for layout in self.layouts.values()
-            if layout.shape[0] != states.shape[0]
+            if layout.shape[0] != rows
         ]
-        if states.shape[0] > g.rows_per_shard:
+        if rows > g.rows_per_shard:
             problems.append(f"{self.path}: more rows than the cache's {g.rows_per_shard} a shard")
         return problems
 
 
-def _bytes(buffer: Any) -> memoryview:
-    """The bytes of a C-contiguous buffer, not a copy."""
-    return memoryview(buffer).cast("B")
+def row_of(geometry: Geometry, name: str) -> tuple[tuple[int, ...], np.dtype]:
+    """Shape and dtype of a row of an array, as the geometry has it."""
+    if name in BY_ROW:
+        planes = geometry.how.planes
+        return geometry.row_shape, np.dtype("u1") if planes else geometry.dtype
+    if name == SCALES:
+        return (geometry.seq_len, geometry.taps), SCALE_DTYPE
+    return (geometry.seq_len,), ROW_ARRAYS[name]
 
 
-def _infer(layouts: dict[str, ArrayLayout], attributes: dict[str, Any]) -> Geometry:
-    rows, seq_len, taps, hidden = layouts[STATES].shape
-    encoding = attributes.get("encoding", "bf16")
-    if encoding not in ENCODINGS:
-        raise DataError(f"{layouts[STATES].folder.parent}: the encoding {encoding!r} is not known")
+def _encoding(path: Path, attributes: dict[str, Any], geometry: Geometry | None) -> str:
+    """The shard's encoding; `DataError` if it is not known or not the cache's."""
+    name = attributes.get("encoding", "bf16")
+    if name not in ENCODINGS:
+        raise DataError(f"{path}: the encoding {name!r} is not known")
+    if geometry is not None and name != geometry.encoding:
+        raise DataError(f"{path}: the shard is {name}, the cache {geometry.encoding}")
+    return name
+
+
+def _infer(layouts: dict[str, ArrayLayout], encoding: str) -> Geometry:
+    rows, seq_len, taps, hidden = layouts[ENCODINGS[encoding].arrays[0]].shape
     return Geometry(seq_len, rows, taps, hidden, encoding)
-
-
-def _buffer(layout: ArrayLayout, scratch: np.ndarray | None) -> np.ndarray:
-    if layout.name == STATES and scratch is not None:
-        return scratch
-    return np.empty(layout.row_bytes, dtype=np.uint8)
-
-
-def _file_problem(file: Path, size: int) -> str | None:
-    try:
-        have = file.stat().st_size
-    except FileNotFoundError:
-        return _damage(file, "is missing")
-    return None if have == size else _damage(file, f"has {have} bytes instead of {size}")
-
-
-def _damage(file: Path, what: str) -> str:
-    shard = file.parent.parent
-    return f"{file}: this chunk {what}; remove {shard} and run `dflash extract` again"
-
-
-def _pread(file: Path, offset: int, out: memoryview, size: int) -> None:
-    try:
-        handle = os.open(file, os.O_RDONLY)
-    except FileNotFoundError as error:
-        raise DataError(_damage(file, "is missing")) from error
-    try:
-        done = 0
-        while done < out.nbytes:
-            got = os.preadv(handle, [out[done : done + READ_LIMIT]], offset + done)
-            if got == 0:
-                have = os.fstat(handle).st_size
-                raise DataError(_damage(file, f"has {have} bytes instead of {size}"))
-            done += got
-    finally:
-        os.close(handle)

@@ -10,15 +10,19 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
+from dflash_cache.encoding import SCALES, STATES, STATES_HI, STATES_LO, Encoding
 from dflash_cache.errors import DataError
 
-STATES = "states"
 ROW_ARRAYS: dict[str, np.dtype] = {
     "input_ids": np.dtype("<i4"),
     "loss_mask": np.dtype("u1"),
     "document": np.dtype("<i4"),
     "position": np.dtype("<i4"),
 }
+# Arrays with a chunk of their own for each row; the others are one chunk as a whole.
+BY_ROW = (STATES, STATES_HI, STATES_LO)
+SCALE_DTYPE = np.dtype("<f4")
+DIMENSIONS = {**dict.fromkeys(BY_ROW, 4), SCALES: 3, **dict.fromkeys(ROW_ARRAYS, 2)}
 # google_crc32c holds the GIL during a call, so that large buffers are fed in slices.
 CRC_SLICE = 4 << 20
 
@@ -43,11 +47,18 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def array_names(encoding: Encoding) -> tuple[str, ...]:
+    """The arrays of a shard: those of the states first."""
+    scales = (SCALES,) if encoding.scaled else ()
+    return (*encoding.arrays, *scales, *ROW_ARRAYS)
+
+
 @dataclass(frozen=True)
 class ArrayLayout:
-    """One array of a shard. `plain`: its chunk files are the raw little-endian bytes.
+    """One array of a shard, its chunks as DESIGN has them: one a row for states, else one in all.
 
-    A plain `states` has one chunk a row; the other arrays are one chunk as a whole.
+    `plain`: the chunk files are the raw little-endian bytes; `packed`: those, as one zstd frame.
+    With neither, zarr reads them.
     """
 
     name: str
@@ -55,6 +66,7 @@ class ArrayLayout:
     shape: tuple[int, ...]
     dtype: np.dtype
     plain: bool
+    packed: bool = False
 
     @property
     def row_bytes(self) -> int:
@@ -62,7 +74,7 @@ class ArrayLayout:
 
     @property
     def rows_per_file(self) -> int:
-        return 1 if self.name == STATES else self.shape[0]
+        return 1 if self.name in BY_ROW else self.shape[0]
 
     def place(self, row: int) -> tuple[Path, int]:
         """(file, byte offset) of a row of a plain array."""
@@ -72,11 +84,11 @@ class ArrayLayout:
 
     @property
     def file_bytes(self) -> int:
-        """The size that each chunk file of a plain array must have."""
+        """The bytes of each chunk: of its file, if the array is plain."""
         return self.rows_per_file * self.row_bytes
 
     def files(self) -> dict[Path, int]:
-        """Every chunk file of a plain array and the size that it must have."""
+        """Every chunk file of a plain or packed array, and the bytes of its chunk."""
         return {
             self.place(r)[0]: self.file_bytes for r in range(0, self.shape[0], self.rows_per_file)
         }
@@ -89,23 +101,26 @@ def parse_array(shard: Path, name: str) -> ArrayLayout:
     try:
         shape = tuple(int(n) for n in meta["shape"])
         dtype = np.dtype(meta["data_type"]).newbyteorder("<")
-        plain = _is_plain(meta, name, shape, dtype)
+        codecs = _codecs(meta, name, shape, dtype)
         kind = (meta["zarr_format"], meta["node_type"], len(shape))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"{file}: this is not the metadata of an array ({error!r})") from error
-    if kind != (3, "array", 4 if name == STATES else 2):
+    if kind != (3, "array", DIMENSIONS[name]):
         raise DataError(f"{file}: this is not the metadata of a {name} array of zarr format 3")
-    return ArrayLayout(name, shard / name, shape, dtype, plain)
+    plain = codecs == ["bytes"]
+    packed = codecs == ["bytes", "zstd"] and name in BY_ROW
+    return ArrayLayout(name, shard / name, shape, dtype, plain, packed)
 
 
-def _is_plain(meta: dict[str, Any], name: str, shape: tuple[int, ...], dtype: np.dtype) -> bool:
+def _codecs(meta: dict[str, Any], name: str, shape: tuple[int, ...], dtype: np.dtype) -> list[str]:
+    """Names of the codecs, if all else is laid out as this program writes it; else none."""
     codecs = [dict(codec) for codec in meta["codecs"]]
     endian = codecs[0].get("configuration", {}).get("endian") if codecs else None
     keys = meta["chunk_key_encoding"]
     grid = meta["chunk_grid"]
-    chunk = (1, *shape[1:]) if name == STATES else shape
-    return (
-        [codec["name"] for codec in codecs] == ["bytes"]
+    chunk = (1, *shape[1:]) if name in BY_ROW else shape
+    ours = (
+        bool(codecs)
         and (endian == "little" or (endian is None and dtype.itemsize == 1))
         and keys["name"] == "default"
         and keys.get("configuration", {}).get("separator") == "."
@@ -113,6 +128,7 @@ def _is_plain(meta: dict[str, Any], name: str, shape: tuple[int, ...], dtype: np
         and tuple(grid["configuration"]["chunk_shape"]) == chunk
         and not meta.get("storage_transformers")
     )
+    return [codec["name"] for codec in codecs] if ours else []
 
 
 def metadata_digest(shard: Path, attributes: dict[str, Any]) -> str:

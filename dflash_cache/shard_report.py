@@ -28,6 +28,7 @@ class ArrayInfo:
 class TapInfo:
     """Numbers of one tap, recomputed from the data; `agrees` with the attributes' numbers.
 
+    `error`, as recorded: mean over tokens of the encoding's error, relative to a token's size.
     `layer` is the 0-based decoder layer, None if the shard lies in no cache.
     """
 
@@ -37,6 +38,7 @@ class TapInfo:
     absmax: float
     nonfinite: int
     agrees: bool
+    error: float | None = None
 
 
 @dataclass(frozen=True)
@@ -194,11 +196,13 @@ def _array_table(arrays: list[ArrayInfo]) -> Table:
 
 def _tap_table(taps: list[TapInfo]) -> Table:
     table = Table(box=None, pad_edge=False)
-    for name in ("tap", "layer", "mean", "std", "absmax", "non-finite", "as recorded"):
+    columns = ("tap", "layer", "mean", "std", "absmax", "error", "non-finite", "as recorded")
+    for name in columns:
         table.add_column(name, justify="right")
     for i, tap in enumerate(taps):
         layer = "?" if tap.layer is None else str(tap.layer)
         numbers = [f"{value:.5g}" for value in (tap.mean, tap.std, tap.absmax)]
+        numbers.append("?" if tap.error is None else f"{tap.error:.2%}")
         table.add_row(str(i), layer, *numbers, f"{tap.nonfinite:,}", "yes" if tap.agrees else "NO")
     return table
 

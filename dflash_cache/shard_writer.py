@@ -12,14 +12,14 @@ import numpy as np
 import torch
 import zarr
 from torch import Tensor
-from zarr.codecs import BytesCodec
+from zarr.codecs import BytesCodec, ZstdCodec
 from zarr.storage import LocalStore
 
 from dflash_cache.durable import publish
-from dflash_cache.encoding import get_encoding
+from dflash_cache.encoding import SCALES, STATES_HI, Codec, split_planes
 from dflash_cache.geometry import Geometry
 from dflash_cache.packing import RowTokens
-from dflash_cache.shard_layout import ROW_ARRAYS, STATES, crc32c, metadata_digest
+from dflash_cache.shard_layout import BY_ROW, ROW_ARRAYS, SCALE_DTYPE, crc32c, metadata_digest
 from dflash_cache.tapstats import add_row, empty_sums, merge_sums, summarize
 
 SHARD_VERSION = 1
@@ -36,11 +36,19 @@ class ShardWriter:
     """Writes one shard; what it has written is invisible until `finish`.
 
     `final` is the shard's path (`.../shards/000007.zarr`), `staging_root` a folder of the same file
-    system, `rows` the number of rows (fewer than R in the last shard only). A context manager:
+    system, `rows` the number of rows (fewer than R in the last shard only), `codec` the cache's,
+    for the statistics (default: one without a channel scale). A context manager:
     leaving it without `finish`, by an error say, removes the staging folder.
     """
 
-    def __init__(self, final: Path, staging_root: Path, geometry: Geometry, rows: int):
+    def __init__(
+        self,
+        final: Path,
+        staging_root: Path,
+        geometry: Geometry,
+        rows: int,
+        codec: Codec | None = None,
+    ):
         if not 1 <= rows <= geometry.rows_per_shard:
             raise ValueError(f"a shard has 1 to {geometry.rows_per_shard} rows, not {rows}")
         self.final, self.geometry, self.rows = final, geometry, rows
@@ -49,11 +57,16 @@ class ShardWriter:
         shutil.rmtree(self.path, ignore_errors=True)
         self.path.mkdir(parents=True)
         self._tokens = {n: np.zeros((rows, geometry.seq_len), d) for n, d in ROW_ARRAYS.items()}
-        self._crcs: dict[int, int] = {}
+        if geometry.how.scaled:
+            self._tokens[SCALES] = np.zeros((rows, geometry.seq_len, geometry.taps), SCALE_DTYPE)
+        self._codec = codec or Codec(geometry.encoding)
+        self._crcs: dict[int, dict[str, int]] = {}
         self._sums = empty_sums(geometry.taps)
         with zarr.config.set(ZARR_SETTINGS):
             self._group = zarr.create_group(store=LocalStore(self.path), zarr_format=3)
-            self._states = self._create(STATES, (rows, *geometry.row_shape), geometry.dtype)
+            dtype = np.dtype("u1") if geometry.how.planes else geometry.dtype
+            shape = (rows, *geometry.row_shape)
+            self._states = {n: self._create(n, shape, dtype) for n in geometry.how.arrays}
 
     def __enter__(self) -> "ShardWriter":
         return self
@@ -63,16 +76,16 @@ class ShardWriter:
 
     def _create(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         attributes: dict[str, Any] = {}
-        if name == STATES:
-            encoding = get_encoding(self.geometry.encoding)
-            attributes = {"logical_dtype": encoding.logical_dtype, "formula": encoding.formula}
+        if name in BY_ROW:
+            how = self.geometry.how
+            attributes = {"logical_dtype": how.logical_dtype, "formula": how.formula}
         return self._group.create_array(
             name,
             shape=shape,
             dtype=dtype,
-            chunks=(1, *shape[1:]) if name == STATES else shape,
+            chunks=(1, *shape[1:]) if name in BY_ROW else shape,
             filters=None,
-            compressors=None,
+            compressors=[ZstdCodec(level=1)] if name == STATES_HI else None,
             serializer=BytesCodec(endian="little"),
             fill_value=0,
             chunk_key_encoding={"name": "default", "separator": "."},
@@ -82,27 +95,46 @@ class ShardWriter:
         )
 
     def write_row(
-        self, i: int, states: np.ndarray, tokens: RowTokens, sums: Tensor | None = None
+        self,
+        i: int,
+        states: np.ndarray,
+        tokens: RowTokens,
+        sums: Tensor | None = None,
+        scales: np.ndarray | None = None,
     ) -> None:
-        """Write row `i`: `states` [S, T, D] of the stored dtype (bf16: uint16), and its tokens.
+        """Write row `i`: `states` [S, T, D] of the geometry's dtype (bf16: uint16), and its tokens.
 
-        `sums`: the row's `tapstats` accumulator [5, T], if it has been computed (on the GPU, say);
-        otherwise it is computed here. Raises `ValueError` for a wrong row, shape or dtype.
+        `sums`: the row's `tapstats` accumulator [7, T], if it has been computed (on the GPU, say);
+        otherwise it is computed here, without the encoding error. `scales`: float32 [S, T] of a
+        scaled encoding. Raises `ValueError` for a wrong row, shape or dtype.
         """
-        self._check(i, states)
+        self._check(i, states, scales)
         for name, values in self._tokens.items():
-            values[i] = getattr(tokens, name)
+            values[i] = scales if name == SCALES else getattr(tokens, name)
         states = np.ascontiguousarray(states)
-        self._crcs[i] = crc32c(states)
-        with zarr.config.set(ZARR_SETTINGS):
-            self._states[i] = states
-        if sums is None:
-            sums = empty_sums(self.geometry.taps)
-            document = torch.from_numpy(self._tokens["document"][i])
-            add_row(sums, torch.from_numpy(states), document, self.geometry.encoding)
-        merge_sums(self._sums, sums)
+        self._write(i, states)
+        merge_sums(self._sums, self._statistics(i, states, scales) if sums is None else sums)
 
-    def _check(self, i: int, states: np.ndarray) -> None:
+    def _write(self, i: int, states: np.ndarray) -> None:
+        parts = split_planes(states) if self.geometry.how.planes else (states,)
+        self._crcs[i] = {n: crc32c(part) for n, part in zip(self._states, parts, strict=True)}
+        with zarr.config.set(ZARR_SETTINGS):
+            for array, part in zip(self._states.values(), parts, strict=True):
+                array[i] = part
+
+    def _statistics(self, i: int, states: np.ndarray, scales: np.ndarray | None) -> Tensor:
+        sums = empty_sums(self.geometry.taps)
+        document = torch.from_numpy(self._tokens["document"][i])
+        factors = None if scales is None else torch.from_numpy(np.ascontiguousarray(scales))
+        add_row(sums, self._codec.decode(torch.from_numpy(states), factors), document)
+        return sums
+
+    def _check(self, i: int, states: np.ndarray, scales: np.ndarray | None) -> None:
+        g = self.geometry
+        if (scales is not None) != g.how.scaled:
+            raise ValueError(
+                f"{g.encoding} states come {'with' if g.how.scaled else 'without'} scales"
+            )
         want = (self.geometry.row_shape, self.geometry.dtype)
         if (states.shape, states.dtype) != want:
             raise ValueError(f"a row is {want[1]} {want[0]}, not {states.dtype} {states.shape}")
@@ -130,7 +162,7 @@ class ShardWriter:
         return self.final
 
     def _own_attributes(self) -> dict[str, Any]:
-        crcs = {STATES: [self._crcs[i] for i in range(self.rows)]}
+        crcs = {name: [self._crcs[i][name] for i in range(self.rows)] for name in self._states}
         crcs |= {name: [crc32c(row) for row in rows] for name, rows in self._tokens.items()}
         document = self._tokens["document"]
         return {

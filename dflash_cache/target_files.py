@@ -15,6 +15,7 @@ from dflash_cache.durable import save_tensors
 from dflash_cache.errors import DataError
 
 WEIGHTS, CONFIG = "frozen.safetensors", "config.json"
+EQUALISER, CHANNEL_SCALE = "channel_scale.safetensors", "channel_scale"
 EMBED, HEAD, NORM = "embed_tokens.weight", "lm_head.weight", "norm.weight"
 BLOCK = 1 << 22
 
@@ -76,6 +77,21 @@ def load_frozen(
         raise DataError(f"{folder}: the target's files cannot be read ({error})") from error
     head = tensors[HEAD].to(dtype=dtype) if HEAD in tensors else embed
     return FrozenTarget(embed, head, norm, config)
+
+
+def save_channel_scale(folder: Path, scale: Tensor) -> None:
+    """Write the equaliser of the channels, float32 [T, D]."""
+    save_tensors({CHANNEL_SCALE: scale.float().cpu().contiguous()}, folder / EQUALISER)
+
+
+def load_channel_scale(folder: Path) -> Tensor:
+    """What `save_channel_scale` wrote; `DataError` if it is missing or damaged."""
+    try:
+        return load_file(folder / EQUALISER)[CHANNEL_SCALE]
+    except (OSError, KeyError, SafetensorError) as error:
+        raise DataError(
+            f"{folder / EQUALISER}: the channel scale cannot be read ({error})"
+        ) from error
 
 
 def digest_files(folder: Path) -> dict[str, str]:

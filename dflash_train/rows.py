@@ -19,12 +19,14 @@ READERS = 4  # rows read at once: a cold disk wants that many requests in flight
 class Batch:
     """G rows in buffers of the stream, valid until the next batch is asked for.
 
-    states [G, S, T, D] as stored (bf16: uint16 bits); input_ids, document, position int32 [G, S];
+    states [G, S, T, D] as stored (bf16: uint16 bits); scales float32 [G, S, T] of the scaled
+    encodings, else None; input_ids, document, position int32 [G, S];
     loss_mask uint8 [G, S]; row_ids int64 [G] global rows; epochs int64 [G] epoch of each row.
     `rows` repeats row_ids on the host.
     """
 
     states: Tensor
+    scales: Tensor | None
     input_ids: Tensor
     loss_mask: Tensor
     document: Tensor
@@ -55,6 +57,9 @@ class RowBuffer:
             return torch.empty(shape, dtype=dtype, device=device, pin_memory=pinned)
 
         self.states = empty((rows, *geometry.row_shape), stored)
+        self.scales = None
+        if geometry.how.scaled:
+            self.scales = empty((*line, geometry.taps), torch.float32)
         self.input_ids, self.document, self.position = (empty(line, torch.int32) for _ in range(3))
         self.loss_mask = empty(line, torch.uint8)
         self.row_ids, self.epochs = (empty((rows,), torch.int64) for _ in range(2))
@@ -63,9 +68,12 @@ class RowBuffer:
         """Copy a host buffer of the same shape here without waiting for the copy's end."""
         for name in TENSORS:
             getattr(self, name).copy_(getattr(other, name), non_blocking=True)
+        if self.scales is not None and other.scales is not None:
+            self.scales.copy_(other.scales, non_blocking=True)
 
     def batch(self, step: int, rows: tuple[int, ...]) -> Batch:
-        return Batch(**{name: getattr(self, name) for name in TENSORS}, step=step, rows=rows)
+        tensors = {name: getattr(self, name) for name in TENSORS}
+        return Batch(**tensors, scales=self.scales, step=step, rows=rows)
 
 
 class RowReader:
@@ -92,6 +100,8 @@ class RowReader:
         shard, inside = self.cache.locate(row)
         states = buffer.states[slot].numpy()
         shard.read_states(inside, states)
+        if buffer.scales is not None:
+            shard.read_scales(inside, buffer.scales[slot].numpy())
         tokens = shard.read_tokens(inside)
         for name in ("input_ids", "loss_mask", "document", "position"):
             np.copyto(getattr(buffer, name)[slot].numpy(), getattr(tokens, name))

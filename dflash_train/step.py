@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dflash_cache.cache import FrozenTarget
-from dflash_cache.encoding import decode
+from dflash_cache.encoding import Codec
 from dflash_train.anchors import DraftInputs, candidates, draft_inputs, sample_anchors
 from dflash_train.attention import Masks, build_masks
 from dflash_train.config import TrainConfig
@@ -64,14 +64,22 @@ def blocks_at(
 class TrainStep:
     """Owns optimizer, frozen matrices and device counters; `run(stream, lr)` is one step.
 
-    Gradients of `accumulation` batches are summed unscaled; the fused update divides by the sum of
+    `codec` decodes the cache's states (default: bf16's). Gradients of
+    `accumulation` batches are summed unscaled; the fused update divides by the sum of
     the weights of all of them and by the clip factor (its `grad_scale`), and leaves everything as
     it was when loss or norm are not finite (its `found_inf`).
     """
 
     def __init__(
-        self, drafter: Drafter, frozen: FrozenTarget, config: TrainConfig, *, anchors: int
+        self,
+        drafter: Drafter,
+        frozen: FrozenTarget,
+        config: TrainConfig,
+        *,
+        anchors: int,
+        codec: Codec | None = None,
     ):
+        self.codec = codec or Codec()
         self.drafter, self.frozen, self.config, self.anchors = drafter, frozen, config, anchors
         parameter = next(drafter.parameters())
         device = self.device = parameter.device
@@ -101,7 +109,8 @@ class TrainStep:
         for turn in range(self.config.accumulation):
             batch = next(stream)
             blocks, masks = self.prepare(batch)
-            loss, tally = self.forward(decode(batch.states), batch.position, blocks, masks)
+            states = self.codec.decode(batch.states, batch.scales)
+            loss, tally = self.forward(states, batch.position, blocks, masks)
             loss.backward()
             self._counters.add(turn, tally, batch.row_ids)
         self.lr.fill_(lr)

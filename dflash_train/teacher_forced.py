@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from dflash_cache.cache import Cache, FrozenTarget
-from dflash_cache.encoding import decode
 from dflash_train.anchors import DraftInputs, candidates
 from dflash_train.attention import Masks
 from dflash_train.drafter import Drafter
@@ -135,6 +134,7 @@ class TeacherForced:
     ):
         self.drafter, self.frozen, self.rows, self.anchors = drafter, frozen, rows, anchors
         self.device = frozen.embed.device
+        self.codec = cache.codec(self.device)
         self.reader = RowReader(cache, verify=verify)
         cuda = self.device.type == "cuda"
         self.host = RowBuffer(cache.geometry, 1, torch.device("cpu"), pinned=cuda)
@@ -191,7 +191,8 @@ class TeacherForced:
         blocks, masks = blocks_at(
             batch, anchors.to(self.device), valid.to(self.device), self.drafter.config
         )
-        right, labels = self.predict(decode(batch.states), batch.position, blocks, masks)
+        states = self.codec.decode(batch.states, batch.scales)
+        right, labels = self.predict(states, batch.position, blocks, masks)
         return right[0, : len(places)].cpu().numpy(), labels[0, : len(places)].cpu().numpy()
 
     def _predict(

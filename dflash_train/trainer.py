@@ -89,7 +89,7 @@ def train(config: TrainConfig, report: Callable[[str], None] = print) -> TrainSu
     for line in notes:
         report(line)
 
-    train_step = TrainStep(drafter, frozen, config, anchors=anchors)
+    train_step = TrainStep(drafter, frozen, config, anchors=anchors, codec=cache.codec(device))
     identity = cache_identity(cache, rows)
     first = 0
     if config.resume:

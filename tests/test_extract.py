@@ -84,7 +84,7 @@ def test_the_round_trip_through_the_cache_is_exact_to_the_bit(extracted, model, 
         arrays = (torch.tensor(a)[None] for a in (ids, document, position))
         states = target.run_rows(*arrays)
         states[0, torch.tensor(document) == 0] = 0
-        assert torch.equal(encode(states)[0].view(torch.int16), bits.view(torch.int16))
+        assert torch.equal(encode(states).states[0].view(torch.int16), bits.view(torch.int16))
 
 
 def test_row_tails_are_zero_and_the_cache_verifies(extracted):

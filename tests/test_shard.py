@@ -273,5 +273,5 @@ def test_crc32c_of_slices_is_the_crc32c_of_the_whole():
 def test_geometry_gives_the_sizes():
     geometry = Geometry(4096, 6, 5, 4096)
     assert geometry.row_bytes == 4096 * 40_960
-    assert geometry.token_bytes == 40_960
+    assert geometry.stored_token_bytes == 40_960 + 13
     assert geometry.states_shape == (6, 4096, 5, 4096)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dflash_cache import durable
+from dflash_cache.encoding import decode
 from dflash_cache.shard import Shard, ShardWriter
 from dflash_cache.shard_writer import clean_staging, staging_name
 from dflash_cache.tapstats import add_row, empty_sums
@@ -114,7 +115,7 @@ def test_tap_statistics_count_real_tokens_only(tmp_path):
 def test_statistics_computed_elsewhere_are_taken_over(tmp_path):
     states, tokens = row_of(0)
     sums = empty_sums(2)
-    add_row(sums, torch.from_numpy(states), torch.from_numpy(tokens.document))
+    add_row(sums, decode(torch.from_numpy(states)), torch.from_numpy(tokens.document))
     found = []
     for given in (None, sums):
         with ShardWriter(tmp_path / f"{len(found)}.zarr", tmp_path / "s", GEOMETRY, 1) as writer:

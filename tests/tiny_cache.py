@@ -9,9 +9,11 @@ import torch
 
 from dflash_cache.cache import Cache, Manifest, create_cache, save_frozen
 from dflash_cache.corpus import Document
-from dflash_cache.encoding import encode
+from dflash_cache.encoding import get_encoding
+from dflash_cache.equaliser import Calibration
 from dflash_cache.packing import Plan, fill_row, make_plan
 from dflash_cache.shard import Geometry, ShardWriter
+from dflash_cache.target_files import save_channel_scale
 
 
 def make_documents(count: int, length: int, vocab: int, *, seed: int = 0) -> list[Document]:
@@ -48,6 +50,7 @@ def make_cache(
     document_length: int = 24,
     embed_scale: float = 1.0,
     seed: int = 0,
+    encoding: str = "bf16",
 ) -> Cache:
     """About `rows` rows of S tokens in shards; the last two ids of the vocabulary never occur.
 
@@ -57,18 +60,20 @@ def make_cache(
     count = max(2, rows * S // (document_length * 3 // 4))
     documents = make_documents(count, document_length, vocab - 2, seed=seed)
     plan = make_plan(documents, seq_len=S, rows_per_shard=rows_per_shard, heldout=heldout)
-    geometry = Geometry(S, rows_per_shard, T, D, "bf16")
+    geometry = Geometry(S, rows_per_shard, T, D, encoding)
     generator = torch.Generator().manual_seed(seed)
     embed = embed_scale * torch.randn(vocab, D, generator=generator)
     taps = tuple(range(1, T + 1))
     manifest = Manifest(geometry, taps, {"target": "tiny", "seed": seed}, plan.digest())
-    cache = create_cache(path, manifest, plan, lambda folder: _save_target(folder, embed, T))
+    cache = create_cache(
+        path, manifest, plan, lambda folder: _save_target(folder, embed, T, encoding)
+    )
     for k in range(plan.shards):
         _write_shard(cache, plan, documents, embed, k)
     return cache
 
 
-def _save_target(folder: Path, embed: torch.Tensor, T: int) -> None:
+def _save_target(folder: Path, embed: torch.Tensor, T: int, encoding: str) -> None:
     vocab, D = embed.shape
     config = {
         "hidden_size": D,
@@ -81,18 +86,26 @@ def _save_target(folder: Path, embed: torch.Tensor, T: int) -> None:
     save_frozen(folder, embed, None, torch.ones(D), config)
     tokenizer = {"model": {"vocab": {str(i): i for i in range(vocab - 2)}}, "added_tokens": []}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    if get_encoding(encoding).equalised:
+        calibration = Calibration()
+        states = embed[None, :, None].expand(1, vocab, T, D)
+        calibration.add(states, torch.ones(1, vocab, dtype=torch.int32))
+        save_channel_scale(folder, calibration.result())
 
 
 def _write_shard(
     cache: Cache, plan: Plan, documents: list[Document], embed: torch.Tensor, k: int
 ) -> None:
     rows = plan.shard_rows(k)
-    with ShardWriter(cache.shard_path(k), cache.staging_dir, cache.geometry, len(rows)) as writer:
+    final, staging, codec = cache.shard_path(k), cache.staging_dir, cache.codec()
+    with ShardWriter(final, staging, cache.geometry, len(rows), codec) as writer:
         for i, row in enumerate(rows):
             tokens = fill_row(plan, documents, row)
             states = states_of(tokens.input_ids, embed, cache.geometry.taps)
             states[torch.from_numpy(tokens.document == 0)] = 0
-            writer.write_row(i, encode(states).numpy(), tokens)
+            encoded = codec.encode(states)
+            scales = None if encoded.scales is None else encoded.scales.numpy()
+            writer.write_row(i, encoded.states.numpy(), tokens, scales=scales)
         writer.finish(
             {
                 "shard": k,
