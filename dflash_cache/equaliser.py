@@ -5,6 +5,7 @@ channels of massive activations take the whole range of the codes.
 """
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,7 +15,9 @@ from dflash_cache.corpus import Document
 from dflash_cache.errors import DataError
 from dflash_cache.packing import Plan, RowTokens, fill_row
 from dflash_cache.progress import progress
-from dflash_cache.target import Target
+
+if TYPE_CHECKING:  # a conversion needs no target, whose import takes seconds
+    from dflash_cache.target import Target
 
 SAMPLE_TOKENS = 1 << 17
 # A channel that was silent in the sample may speak later: its divisor is at least this share of
@@ -66,22 +69,28 @@ class Calibration:
         return torch.maximum(rms, least).float().cpu()
 
 
-def calibrate(target: Target, plan: Plan, documents: Sequence[Document], batch_rows: int) -> Tensor:
+def calibrate(
+    target: "Target", plan: Plan, documents: Sequence[Document], batch_rows: int
+) -> Tensor:
     """Run the sample through the target -> float32 [T, D]."""
     rows = sample_rows(plan)
     calibration = Calibration()
     with progress(len(rows), "channel scale", "rows") as bar:
-        for first in range(0, len(rows), batch_rows):
-            part = rows[first : first + batch_rows]
+        step = batch_rows * target.batches_at_once(batch_rows, plan.seq_len)
+        for first in range(0, len(rows), step):
+            part = rows[first : first + step]
             tokens = [fill_row(plan, documents, row) for row in part]
-            ids, document, position = batch_arrays(tokens)
-            calibration.add(target.run_rows(ids, document, position), document)
+            groups = (tokens[i : i + batch_rows] for i in range(0, len(part), batch_rows))
+            arrays = [batch_arrays(group) for group in groups]
+            for (_, document, _), states in zip(arrays, target.run_many(arrays), strict=True):
+                calibration.add(states.to(target.device), document)
             bar.advance(len(part))
     return calibration.result()
 
 
-def batch_arrays(tokens: Iterable[RowTokens], padding: int = 0) -> list[Tensor]:
+def batch_arrays(tokens: Iterable[RowTokens], padding: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """input_ids, document, position of rows as [B + padding, S]; the padding rows are zero."""
     names, rows = ("input_ids", "document", "position"), list(tokens)
     stacked = (np.stack([getattr(t, name) for t in rows]) for name in names)
-    return [torch.from_numpy(np.pad(a, ((0, padding), (0, 0)))) for a in stacked]
+    ids, document, position = (torch.from_numpy(np.pad(a, ((0, padding), (0, 0)))) for a in stacked)
+    return ids, document, position

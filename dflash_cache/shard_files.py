@@ -4,12 +4,13 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numcodecs import zstd
 
 from dflash_cache.errors import DataError
 from dflash_cache.shard_layout import ArrayLayout
 
-# Linux reads at most this many bytes a call.
+# Linux reads and writes at most this many bytes a call.
 READ_LIMIT = 1 << 30
 
 
@@ -36,6 +37,17 @@ def file_problem(layout: ArrayLayout, file: Path, size: int) -> str | None:
     if layout.packed:
         return None if have else _damage(file, "is empty")
     return None if have == size else _damage(file, f"has {have} bytes instead of {size}")
+
+
+def write_file(file: Path, data: np.ndarray) -> None:
+    """A new file of the bytes of a C-contiguous array; not flushed."""
+    view, done = bytes_of(data), 0
+    handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        while done < view.nbytes:
+            done += os.write(handle, view[done : done + READ_LIMIT])
+    finally:
+        os.close(handle)
 
 
 def _damage(file: Path, what: str) -> str:

@@ -19,6 +19,7 @@ from dflash_cache.durable import publish
 from dflash_cache.encoding import SCALES, STATES_HI, Codec, split_planes
 from dflash_cache.geometry import Geometry
 from dflash_cache.packing import RowTokens
+from dflash_cache.shard_files import write_file
 from dflash_cache.shard_layout import BY_ROW, ROW_ARRAYS, SCALE_DTYPE, crc32c, metadata_digest
 from dflash_cache.tapstats import add_row, empty_sums, merge_sums, summarize
 
@@ -118,9 +119,13 @@ class ShardWriter:
     def _write(self, i: int, states: np.ndarray) -> None:
         parts = split_planes(states) if self.geometry.how.planes else (states,)
         self._crcs[i] = {n: crc32c(part) for n, part in zip(self._states, parts, strict=True)}
-        with zarr.config.set(ZARR_SETTINGS):
-            for array, part in zip(self._states.values(), parts, strict=True):
-                array[i] = part
+        for (name, array), part in zip(self._states.items(), parts, strict=True):
+            if name == STATES_HI:
+                with zarr.config.set(ZARR_SETTINGS):
+                    array[i] = part
+            else:
+                # The chunk's file as zarr would write it, without its copy of the row.
+                write_file(self.path / name / f"c.{i}.0.0.0", part)
 
     def _statistics(self, i: int, states: np.ndarray, scales: np.ndarray | None) -> Tensor:
         sums = empty_sums(self.geometry.taps)
