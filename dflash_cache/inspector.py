@@ -1,4 +1,4 @@
-"""What a person sees of a shard or a cache: everything is recomputed from the data."""
+"""What a person sees of a shard: everything is recomputed from the data (a cache: summary.py)."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,41 +6,52 @@ from typing import Any
 
 import numpy as np
 import torch
+from rich.console import Console
 from torch import Tensor
 
 from dflash_cache.cache import Cache
+from dflash_cache.cache_report import CacheReport, render_cache
 from dflash_cache.corpus import load_tokenizer
 from dflash_cache.encoding import SCALES, Codec
 from dflash_cache.errors import DataError, UsageError
 from dflash_cache.packing import HELDOUT
 from dflash_cache.shard import Shard
 from dflash_cache.shard_report import ArrayInfo, ShardReport, TapInfo, TextRun, render
+from dflash_cache.summary import summarize_cache
 from dflash_cache.tapstats import add_row, empty_sums, summarize
 
-__all__ = ["ShardReport", "inspect_shard", "render"]
+__all__ = ["CacheReport", "ShardReport", "inspect_path", "inspect_shard", "render", "show"]
 
 # Sums in another order (on a GPU, say) differ by rounding only.
 TOLERANCE = 1e-6
 
 
+def inspect_path(path: Path | str, *, tokens: int = 64) -> ShardReport | CacheReport:
+    """The report on a shard, or the summary of a cache, whichever lies at `path`."""
+    if (Path(path) / "manifest.json").is_file():
+        return summarize_cache(Cache.open(path))
+    return inspect_shard(path, tokens=tokens)
+
+
+def show(report: ShardReport | CacheReport, console: Console | None = None) -> str:
+    """Either report as plain text; with `console` it is printed there too."""
+    if isinstance(report, CacheReport):
+        return render_cache(report, console)
+    return render(report, console)
+
+
 def inspect_shard(path: Path | str, *, tokens: int = 64, tokenizer: Any = None) -> ShardReport:
-    """Read a shard as a whole and report on it; of a cache its first shard, with a header.
+    """Read a shard as a whole and report on it.
 
     `tokens`: how many tokens of the first row to decode, with `tokenizer` or the one in the
     cache's `target/`. Damage is reported in `problems` and does not raise. Raises `UsageError` if
-    the path is neither a shard nor a cache, `DataError` for a cache whose manifest or plan is
-    damaged or that has no shards yet.
+    the path is not a shard's.
     """
     path = Path(path)
-    if (path / "manifest.json").is_file():
-        place = _first_shard(Cache.open(path))
-    elif _looks_like_a_shard(path):
-        place = _find_cache(path)
-    else:
+    if not _looks_like_a_shard(path):
         raise UsageError(f"{path} is neither a shard nor a cache; give the path of one of them")
+    place = _find_cache(path)
     report = ShardReport(str(place.path), problems=list(place.problems))
-    if place.header:
-        report.cache = place.header
     try:
         geometry = place.cache.geometry if place.cache else None
         shard = Shard.open(place.path, geometry, check=False)
@@ -59,7 +70,6 @@ class _Place:
     path: Path
     cache: Cache | None = None
     number: int | None = None
-    header: dict[str, Any] | None = None
     problems: tuple[str, ...] = ()
 
 
@@ -80,32 +90,6 @@ def _find_cache(path: Path) -> _Place:
     if not 0 <= number < cache.plan.shards:
         return _Place(path, cache, problems=(f"{path}: the plan has no shard of that name",))
     return _Place(path, cache, number)
-
-
-def _first_shard(cache: Cache) -> _Place:
-    missing = set(cache.missing())
-    number = next((k for k in range(cache.plan.shards) if k not in missing), None)
-    if number is None:
-        raise DataError(f"{cache.path}: the cache has no shards yet; extract them")
-    plan = cache.plan
-    header = {
-        "path": str(cache.path),
-        "target": _target_name(cache.manifest.identity),
-        "taps": list(cache.manifest.taps),
-        "geometry": cache.geometry.to_dict(),
-        "shards": f"{plan.shards - len(missing)} of {plan.shards} present",
-        "rows": f"{plan.rows:,}, of them {int((plan.row_split == HELDOUT).sum()):,} held out",
-        "documents": f"{plan.documents:,} ({plan.truncated:,} cut to {plan.seq_len} tokens)",
-        "tokens": f"{plan.tokens:,} ({plan.fill:.1%} of the places)",
-        "created": cache.manifest.created,
-    }
-    return _Place(cache.shard_path(number), cache, number, header)
-
-
-def _target_name(identity: dict[str, Any]) -> str:
-    model = identity.get("model")
-    inner = model.get("target") if isinstance(model, dict) else None
-    return str(inner or identity.get("target") or "not recorded")
 
 
 def _fill(report: ShardReport, shard: Shard, place: _Place) -> None:

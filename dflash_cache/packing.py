@@ -148,7 +148,10 @@ def make_plan(
         doc_cut=np.array([len(d.input_ids) for d in documents], dtype=np.int32) - lengths,
         doc_number=number,
         doc_line=np.array([d.line for d in documents], dtype=np.int32),
-        doc_digest=np.array([_document_digest(d, seq_len) for d in documents], dtype=np.uint64),
+        doc_digest=np.array(
+            [document_digest(d.input_ids[:seq_len], d.loss_mask[:seq_len]) for d in documents],
+            dtype=np.uint64,
+        ),
         row_split=np.array(row_split, dtype=np.uint8),
     )
 
@@ -186,9 +189,10 @@ def _draw(record: str) -> int:
     return int.from_bytes(hashlib.sha256(f"split {record}".encode()).digest()[:8], "big")
 
 
-def _document_digest(document: Document, seq_len: int) -> int:
-    hasher = hashlib.sha256(document.input_ids[:seq_len].astype("<i4").tobytes())
-    hasher.update(document.loss_mask[:seq_len].astype("u1").tobytes())
+def document_digest(input_ids: np.ndarray, loss_mask: np.ndarray) -> int:
+    """What `Plan.doc_digest` holds of a document whose stored ids and mask, each [L], are these."""
+    hasher = hashlib.sha256(input_ids.astype("<i4").tobytes())
+    hasher.update(loss_mask.astype("u1").tobytes())
     return int.from_bytes(hasher.digest()[:8], "big")
 
 

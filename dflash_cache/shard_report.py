@@ -3,7 +3,7 @@
 import io
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -56,7 +56,7 @@ class ShardReport:
 
     `bytes_per_token`: bytes of states per real token, padding included. `split`: rows of each
     split, empty outside of a cache. `checked`: rows whose crc32c have been computed, `bad`: what
-    did not agree. `text_note`: why there is no text. `cache`: a few facts of the cache around it.
+    did not agree. `text_note`: why there is no text.
     """
 
     path: str
@@ -79,7 +79,6 @@ class ShardReport:
     skipped: list[Any] = field(default_factory=list)
     text: list[TextRun] = field(default_factory=list)
     text_note: str | None = None
-    cache: dict[str, Any] | None = None
     problems: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
@@ -92,48 +91,40 @@ def render(report: ShardReport, console: Console | None = None) -> str:
 
     Supervised tokens stand between ⟦ and ⟧, on a terminal they are bold green instead.
     """
+    return printed(lambda colour: _parts(report, colour), console)
+
+
+def printed(
+    parts: Callable[[bool], Iterable[RenderableType]], console: Console | None = None
+) -> str:
+    """`parts(colour)` as plain text; with `console` they are printed there too."""
     plain = Console(file=io.StringIO(), width=100, color_system=None, highlight=False)
     for target in (plain, console):
         if target is not None:
-            for part in _parts(report, colour=target.is_terminal):
+            for part in parts(target.is_terminal):
                 target.print(part, soft_wrap=not isinstance(part, Table), highlight=False)
     return plain.file.getvalue()  # type: ignore[attr-defined]
 
 
 def _parts(report: ShardReport, colour: bool) -> Iterator[RenderableType]:
-    if report.cache:
-        yield _facts("cache", _cache_facts(report.cache))
-        yield Text("")
-    yield _facts("shard", _shard_facts(report))
+    yield facts("shard", _shard_facts(report))
     yield Text("")
     if report.arrays:
         yield _array_table(report.arrays)
     if report.taps:
         yield _tap_table(report.taps)
     yield from _text(report, colour)
-    yield from _problems(report.problems)
+    yield from problem_lines(report.problems)
 
 
-def _facts(title: str, facts: dict[str, Any]) -> Text:
-    width = max(len(name) for name in facts)
+def facts(title: str, named: dict[str, Any]) -> Text:
+    """A title and a line for each fact; what is no text is shown as JSON."""
+    width = max(len(name) for name in named)
     text = Text(title, style="bold")
-    for name, value in facts.items():
+    for name, value in named.items():
         shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         text.append(f"\n  {name.ljust(width)}  {shown}", style="not bold")
     return text
-
-
-def _cache_facts(cache: dict[str, Any]) -> dict[str, Any]:
-    """The header with its geometry in words; `--json` has the numbers."""
-    geometry = cache.get("geometry")
-    if not isinstance(geometry, dict):
-        return cache
-    words = (
-        f"{geometry['seq_len']:,} tokens a row, {geometry['rows_per_shard']:,} rows a shard, "
-        f"{geometry['taps']} taps of {geometry['hidden']:,} values in {geometry['encoding']}"
-    )
-    taps = ", ".join(str(tap) for tap in cache["taps"])
-    return {**cache, "taps": f"layers {taps}", "geometry": words}
 
 
 def _shard_facts(report: ShardReport) -> dict[str, Any]:
@@ -153,7 +144,7 @@ def _shard_facts(report: ShardReport) -> dict[str, Any]:
         "crc32c": f"{report.checked} rows checked, {bad}",
         "kernels": _kernels(report.kernels),
         "versions": _versions(report.versions),
-        "skipped": _skipped(report.skipped),
+        "skipped": skipped_reasons(report.skipped),
     }
 
 
@@ -174,7 +165,7 @@ def _versions(versions: Any) -> Any:
     return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
-def _skipped(documents: Any) -> Any:
+def skipped_reasons(documents: Any) -> Any:
     """How many documents have no states here, and how many for which reason."""
     if not isinstance(documents, list) or not documents:
         return documents or "none"
@@ -224,7 +215,8 @@ def _text(report: ShardReport, colour: bool) -> Iterator[Text]:
     yield text
 
 
-def _problems(problems: list[str]) -> Iterator[Text]:
+def problem_lines(problems: list[str]) -> Iterator[Text]:
+    """How many there are, and one line each."""
     if problems:
         yield Text(f"\n{len(problems)} problem{'s' * (len(problems) > 1)}:", style="bold red")
     for problem in problems:

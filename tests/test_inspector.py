@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from dflash_cache.cache import Cache
-from dflash_cache.errors import DataError, UsageError
+from dflash_cache.errors import UsageError
 from dflash_cache.inspector import inspect_shard, render
 from tests.helpers import make_cache, tiny_tokenizer
 
@@ -53,16 +52,6 @@ def test_arrays_taps_kernels_and_versions_are_reported(cache):
     assert report.bad == []
 
 
-def test_of_a_cache_the_first_shard_that_is_there_is_shown_below_a_header(tmp_path):
-    cache = make_cache(tmp_path / "hs", skip=(0,))
-    report = inspect_shard(cache.path)
-    assert report.path == str(cache.shard_path(1))
-    assert report.cache is not None
-    assert report.cache["taps"] == [1, 3]
-    assert report.cache["shards"] == f"{cache.plan.shards - 1} of {cache.plan.shards} present"
-    assert "target" in render(report)
-
-
 def shown(report, name: str) -> str:
     """The line of that name in what a person sees, without the name."""
     (line,) = [x for x in render(report).splitlines() if x.startswith(f"  {name} ")]
@@ -99,7 +88,7 @@ def test_attributes_of_another_form_are_shown_all_the_same(cache, value):
 
 
 def test_the_report_is_json(cache):
-    report = inspect_shard(cache.path)
+    report = inspect_shard(cache.shard_path(0))
     assert json.loads(json.dumps(report.to_dict())) == report.to_dict()
 
 
@@ -135,7 +124,7 @@ def test_markup_in_the_text_is_shown_and_not_obeyed(cache):
 
 def test_documents_are_separated_in_the_text(tmp_path):
     cache = make_cache(tmp_path / "hs", lengths=(4, 4), seq_len=16, heldout=0.0)
-    report = inspect_shard(cache.path, tokens=16)
+    report = inspect_shard(cache.shard_path(0), tokens=16)
     assert {run.document for run in report.text} == {1, 2}
     assert render(report).count("\n---\n") == 1
 
@@ -179,17 +168,6 @@ def test_a_damaged_chunk_is_one_problem_that_says_what_to_do(cache, chunk, size)
     (problem,) = inspect_shard(path).problems
     assert problem.startswith(f"{path / chunk}: this chunk ")
     assert problem.endswith(f"; remove {path} and run `dflash extract` again")
-
-
-def test_the_header_names_the_target_and_tells_the_geometry_in_words(cache):
-    manifest = cache.path / "manifest.json"
-    content = json.loads(manifest.read_text())
-    content["identity"] = {"model": {"target": "some-model"}}
-    manifest.write_text(json.dumps(content))
-    report = inspect_shard(cache.path)
-    assert shown(report, "target") == "some-model"
-    words = "32 tokens a row, 2 rows a shard, 2 taps of 8 values in bf16"
-    assert shown(report, "geometry") == words
 
 
 def test_statistics_that_the_attributes_do_not_share_are_a_problem(cache):
@@ -245,10 +223,3 @@ def test_a_path_that_is_neither_shard_nor_cache_is_a_usage_error(cache, tmp_path
     (tmp_path / "file.txt").write_text("x")
     with pytest.raises(UsageError, match="is neither a shard nor a cache"):
         inspect_shard(tmp_path / name)
-
-
-def test_a_cache_without_shards_says_so(cache):
-    for k in range(Cache.open(cache.path).plan.shards):
-        shutil.rmtree(cache.shard_path(k))
-    with pytest.raises(DataError, match="the cache has no shards yet"):
-        inspect_shard(cache.path)
