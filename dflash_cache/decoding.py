@@ -13,7 +13,8 @@ from torch import Tensor
 from dflash_cache import reference
 from dflash_cache.devices import choose_device, choose_dtype
 from dflash_cache.errors import UsageError
-from dflash_cache.kernels import REFERENCE, Fused, Runner, check_layers
+from dflash_cache.fused import Fused
+from dflash_cache.kernels import REFERENCE, Runner, check_layers
 from dflash_cache.target import Target
 
 # Blocks up to this length run through the kernel of plain decoding, so that verifying a block
@@ -56,7 +57,7 @@ class KeyValues:
 
 @dataclass
 class Recurrent:
-    """One GatedDeltaNet layer: the last inputs of its convolution [1, C, W-1], and its state.
+    """One linear-attention layer: the last inputs of its convolution [1, C, W-1], and its state.
 
     `before` holds both as they were before the last block, `conv_inputs` [1, C, m] and
     `delta_inputs` (q, k, v, g, beta) what the block brought, to replay a part of it.
@@ -110,7 +111,7 @@ class DecodeStates(Runner):
             q, k, v, g, beta = inputs
             return reference.delta_rule(q, k, v, g, beta, state)
         short = inputs[0].shape[1] <= SHORT
-        self.count("delta", f"fla.{'fused_recurrent' if short else 'chunk'}_gated_delta_rule")
+        self.count("delta", f"fla.{'fused_recurrent' if short else 'chunk'}_{self.fused.rule}")
         q, k, v, g, beta = (x.contiguous() for x in inputs)
         return (self.fused.recurrent if short else self.fused.chunk)(
             q,

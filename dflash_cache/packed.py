@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from dflash_cache import reference
-from dflash_cache.kernels import REFERENCE, Fused, Runner
+from dflash_cache.fused import Fused
+from dflash_cache.kernels import REFERENCE, Runner
 
 # With more documents than this in a row, one attention with a mask is cheaper than a launch each.
 MANY_DOCUMENTS = 24
@@ -76,7 +77,7 @@ class PackedRows(Runner):
     def _fused_delta(
         self, fused: Fused, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
     ) -> Tensor:
-        self.count("delta", "fla.chunk_gated_delta_rule")
+        self.count("delta", f"fla.chunk_{fused.rule}")
         flat = [x.reshape(1, -1, *x.shape[2:]) for x in (q, k, v, g, beta)]  # [1, B*L, ..]
         # The host copy spares a synchronisation per layer.
         out, _ = fused.chunk(

@@ -28,8 +28,9 @@ def delta_rule(
 
     Per token and head: `S = exp(g) S; S = S + k beta (v - k^T S)^T; o = S^T q / sqrt(dk)`.
 
-    q, k [B, L, Hk, dk]; v [B, L, Hv, dv] with Hv a multiple of Hk; g (log decay) and beta
-    [B, L, Hv]; state [B, Hv, dk, dv] or None for zeros. Returns the output [B, L, Hv, dv] in q's
+    q, k [B, L, Hk, dk]; v [B, L, Hv, dv] with Hv a multiple of Hk; beta [B, L, Hv]; g (log decay)
+    [B, L, Hv], or [B, L, Hv, dk] with one decay for each row of S (Kimi Delta Attention, arXiv
+    2510.26692); state [B, Hv, dk, dv] or None for zeros. Returns the output [B, L, Hv, dv] in q's
     dtype and the final state. Computes in float32 (float64 if q is).
     """
     work = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -50,24 +51,34 @@ def delta_rule(
 
 
 def _chunk(part: list[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
-    """One chunk of c tokens; q, k [B, H, c, dk], v [B, H, c, dv], g, beta [B, H, c].
+    """One chunk of c tokens; q, k [B, H, c, dk], v [B, H, c, dv], g [B, H, c] or [.., dk].
 
     What every token writes, u, depends on what the tokens before it in the chunk wrote:
-    `u_i = beta_i (v_i - e^{d_i} k_i S - sum_{j<i} e^{d_i - d_j} (k_i k_j) u_j)`, d = cumsum(g):
+    `u_i = beta_i (v_i - (e^{d_i} k_i) S - sum_{j<i} (k_i e^{d_i - d_j} k_j) u_j)`, d = cumsum(g):
     a unit lower triangular system. Then outputs and the new state are three products.
     """
     q, k, v, g, beta = part
-    decay = g.cumsum(-1)[..., None]  # [B, H, c, 1]
-    later = torch.ones(k.shape[2], k.shape[2], dtype=torch.bool, device=k.device).triu(1)
-    # Masked before exp: the upper part would overflow.
-    ratio = (decay - decay.transpose(-1, -2)).masked_fill(later, float("-inf")).exp()
-    beta = beta[..., None]
-    system = beta * (k @ k.transpose(-1, -2)) * ratio
-    wanted = beta * (v - decay.exp() * (k @ state))
+    decay = (g if g.ndim == k.ndim else g[..., None]).cumsum(2)  # [B, H, c, 1 or dk]
+    grown, beta = decay.exp(), beta[..., None]
+    system = beta * _decayed_products(k, k, decay)
+    wanted = beta * (v - (grown * k) @ state)
     u = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
-    output = decay.exp() * (q @ state) + ((q @ k.transpose(-1, -2)) * ratio) @ u
+    output = (grown * q) @ state + _decayed_products(q, k, decay) @ u
     last = decay[:, :, -1:]
-    return output, last.exp() * state + (k * (last - decay).exp()).transpose(-1, -2) @ u
+    kept = last.exp().transpose(-1, -2)  # [B, H, 1 or dk, 1]
+    return output, kept * state + (k * (last - decay).exp()).transpose(-1, -2) @ u
+
+
+def _decayed_products(a: Tensor, k: Tensor, decay: Tensor) -> Tensor:
+    """[B, H, c, c]: `sum_d a_id e^{decay_id - decay_jd} k_jd` for j <= i, zero for j > i."""
+    size = k.shape[2]
+    later = torch.ones(size, size, dtype=torch.bool, device=k.device).triu(1)
+    # Masked before exp: the upper part would overflow.
+    gap = decay[:, :, :, None] - decay[:, :, None]  # [B, H, c, c, 1 or dk]
+    ratio = gap.masked_fill(later[..., None], float("-inf")).exp()
+    if decay.shape[-1] == 1:
+        return (a @ k.transpose(-1, -2)) * ratio[..., 0]
+    return torch.einsum("bhid,bhjd,bhijd->bhij", a, k, ratio)
 
 
 def causal_conv(

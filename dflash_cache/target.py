@@ -8,61 +8,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dflash_cache.errors import UsageError
+from dflash_cache.compiled import compile_layers, explaining
+from dflash_cache.fp8 import DEQUANTISED, fp8_blocks
+from dflash_cache.fused import Fused, fused_for
 from dflash_cache.identity import model_folder, target_identity
 from dflash_cache.kernels import (
-    SUPPORTED,
-    Fused,
     Runner,
     bind_layers,
     check_layers,
     describe,
-    fused_for,
     running,
 )
-from dflash_cache.loading import cut_config, layer_kinds, load_config, load_model
+from dflash_cache.loading import (
+    check_fits,
+    cut_config,
+    layer_kinds,
+    load_config,
+    load_model,
+    open_weights,
+)
 from dflash_cache.packed import PackedRows
-
-DEFAULT_TAPS = 5
-
-
-def default_taps(layers: int, n: int = DEFAULT_TAPS) -> tuple[int, ...]:
-    """z-lab's choice: `round(1 + i (N-4) / (n-1))`, N//2 for one tap; spread evenly if N is small.
-
-    A tap is the 0-based id of a decoder layer whose output is taken.
-    """
-    if not 1 <= n <= layers:
-        raise UsageError(f"{n} taps do not fit a target of {layers} layers; choose 1..{layers}")
-    if n == 1:
-        return (layers // 2,)
-    taps = tuple(round(1 + i * (layers - 4) / (n - 1)) for i in range(n))
-    if taps[0] < taps[-1] and len(set(taps)) == n:
-        return taps
-    return tuple(i * (layers - 1) // (n - 1) for i in range(n))
-
-
-def parse_taps(text: str | None) -> tuple[int, ...] | None:
-    """`"1,8,15"` -> (1, 8, 15); None, "" and "auto" -> None, the default taps."""
-    if text is None or text.strip() in ("", "auto"):
-        return None
-    try:
-        taps = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise UsageError(f"taps {text!r} are not whole numbers separated by commas") from None
-    return taps
-
-
-def check_taps(taps: Sequence[int], layers: int) -> tuple[int, ...]:
-    """`UsageError` unless the taps are increasing layer ids of a target of `layers` layers."""
-    wrong = [t for t in taps if not 0 <= t < layers]
-    if wrong:
-        raise UsageError(
-            f"tap {wrong[0]} does not exist: the target has {layers} layers, so taps lie in "
-            f"0..{layers - 1}"
-        )
-    if not taps or list(taps) != sorted(set(taps)):
-        raise UsageError(f"taps {list(taps)} must be given in increasing order, each one once")
-    return tuple(int(t) for t in taps)
+from dflash_cache.skeleton import check_structure, decoder_layers
+from dflash_cache.taps import DEFAULT_TAPS, check_taps, default_taps
 
 
 @dataclass(frozen=True)
@@ -78,24 +45,62 @@ class FrozenWeights:
         return self.head is self.embed
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be loaded: the whole config, its text config, the text config to load, taps."""
+
+    outer: Any
+    config: Any
+    cut: Any
+    taps: tuple[int, ...]
+
+    @staticmethod
+    def of(
+        model: str,
+        taps: Sequence[int] | None,
+        device: str,
+        *,
+        full: bool = False,
+        trust_remote_code: bool = False,
+        revision: str | None = None,
+        allow_slow: bool = False,
+    ) -> "Wanted":
+        """Read the config and check the taps, the layers and the kernels, before a long load."""
+        outer = load_config(model, revision=revision, trust_remote_code=trust_remote_code)
+        config = outer.get_text_config()
+        layers = config.num_hidden_layers
+        taps = default_taps(layers, min(DEFAULT_TAPS, layers)) if taps is None else taps
+        taps = check_taps(taps, layers)
+        kinds = layer_kinds(config)
+        cut = copy.deepcopy(config) if full else cut_config(config, taps[-1] + 1)
+        rule = check_structure(cut, trust_remote_code=trust_remote_code).rule
+        fused_for(torch.device(device), kinds[: cut.num_hidden_layers], allow_slow, rule)
+        return Wanted(outer, config, cut, taps)
+
+
 class Target:
     """A loaded target. `config` is the text config of the whole model, whatever was loaded."""
 
     def __init__(
-        self, name: str, model: Any, config: Any, taps: tuple[int, ...], device: torch.device
+        self,
+        name: str,
+        model: Any,
+        config: Any,
+        taps: tuple[int, ...],
+        device: torch.device,
+        allow_slow: bool = False,
     ):
         self.name, self.model, self.config = name, model, config
         self.taps, self.device = taps, device
         self.dtype: torch.dtype = next(model.parameters()).dtype
         self.revision: str | None = None
         self.stored_dtype: torch.dtype | None = None
-        self.decoder = model.get_decoder()
-        layers: Any = getattr(self.decoder, "layers", None)
-        if not isinstance(layers, nn.ModuleList):
-            raise UsageError(f"{type(model).__name__} has no list of decoder layers; {SUPPORTED}")
+        # Of the weights as they were loaded, for a person; `dtype` is what they are now.
+        self.precision = str(self.dtype).removeprefix("torch.")
+        self.decoder, layers = model.get_decoder(), decoder_layers(model)
         self.kinds = layer_kinds(config)[: len(layers)]
-        self.fused: Fused | None = fused_for(device, self.kinds)
-        bind_layers(list(layers), self.kinds)
+        self.rule = bind_layers(list(layers), self.kinds).rule
+        self.fused: Fused | None = fused_for(device, self.kinds, allow_slow, self.rule)
         self.last_runner: Runner | None = None
         self._sink: Tensor | None = None
         for slot, tap in enumerate(taps):
@@ -111,35 +116,39 @@ class Target:
         full: bool = False,
         trust_remote_code: bool = False,
         revision: str | None = None,
+        allow_slow: bool = False,
     ) -> "Target":
         """Load a target from a folder or the hub.
 
         taps: increasing 0-based layer ids, None for five default ones. Without `full` only the
-        layers up to the last tap are loaded and run; decoding needs all. Raises `UsageError` for a
-        missing model, an unsupported family, a tap out of range or missing kernels, `DataError`
-        for a checkpoint that lacks weights.
+        layers up to the last tap are loaded and run; decoding needs all. `allow_slow`: without
+        fused kernels the torch reference may run on CUDA. Raises `UsageError` for a missing model,
+        an unsupported family, a tap out of range or missing kernels, `DataError` for a checkpoint
+        that lacks weights.
         """
-        outer = load_config(model, revision=revision, trust_remote_code=trust_remote_code)
-        config = outer.get_text_config()
-        layers = config.num_hidden_layers
-        taps = default_taps(layers, min(DEFAULT_TAPS, layers)) if taps is None else taps
-        taps = check_taps(taps, layers)
-        kinds = layer_kinds(config)
-        wanted = copy.deepcopy(config) if full else cut_config(config, taps[-1] + 1)
-        fused_for(torch.device(device), kinds[: wanted.num_hidden_layers])  # before a long load
-        stored = config.dtype if isinstance(config.dtype, torch.dtype) else None
-        loaded = load_model(
-            model,
-            outer,
-            wanted,
-            dtype=dtype,
-            revision=revision,
-            trust_remote_code=trust_remote_code,
+        where: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+        wanted = Wanted.of(model, taps, device, full=full, allow_slow=allow_slow, **where)
+        weights = open_weights(model, wanted.outer, revision)
+        check_fits(weights, wanted.cut.num_hidden_layers, dtype, torch.device(device))
+        loaded = load_model(model, wanted.outer, wanted.cut, dtype=dtype, **where)
+        place = torch.device(device)
+        target = Target(
+            model, loaded.to(place), wanted.config, wanted.taps, place, allow_slow=allow_slow
         )
-        target = Target(model, loaded.to(device), config, taps, torch.device(device))
-        target.revision = getattr(outer, "_commit_hash", None) or revision
-        target.stored_dtype = stored
+        target.remember(wanted, revision)
         return target
+
+    def remember(self, wanted: Wanted, revision: str | None) -> None:
+        """Where the weights came from, and in which precision they were stored."""
+        self.revision = getattr(wanted.outer, "_commit_hash", None) or revision
+        stored = wanted.config.dtype
+        self.stored_dtype = stored if isinstance(stored, torch.dtype) else None
+        if fp8_blocks(self.name, wanted.outer) is not None:
+            self.precision = DEQUANTISED
+
+    def compile(self) -> None:
+        """Compile the layers from here on; see `selfcheck.prove_compiled`."""
+        compile_layers(list(decoder_layers(self.model)))
 
     @property
     def hidden(self) -> int:
@@ -183,7 +192,7 @@ class Target:
         )
         self._sink = sink
         try:
-            with running(runner):
+            with running(runner), explaining():
                 module = self.decoder if logits_to_keep is None else self.model
                 output = module(input_ids=ids, **arguments)
         finally:
@@ -206,6 +215,28 @@ class Target:
         self.last_runner = runner
         return states
 
+    def run_many(
+        self,
+        batches: Sequence[tuple[Tensor, Tensor, Tensor]],
+        *,
+        fused: bool = True,
+        between: Callable[[], object] = lambda: None,
+    ) -> list[Tensor]:
+        """`run_rows` of each (input_ids, document, position); what `between` raises stops it."""
+        states = []
+        for batch in batches:
+            states.append(self.run_rows(*batch, fused=fused))
+            between()
+        return states
+
+    def batches_at_once(self, batch_rows: int, seq_len: int) -> int:
+        """How many batches `run_many` had best be given: more than one only if it pays."""
+        return 1
+
+    def forecast(self, rows: int, batch_rows: int, seq_len: int) -> list[str]:
+        """Costs of running `rows` rows that a person should know beforehand."""
+        return []
+
     def identity(self) -> dict[str, Any]:
         """What binds a cache to this target: names and digests, JSON values only."""
         folder = model_folder(self.name, self.revision)
@@ -220,12 +251,14 @@ class Target:
         dtype = self.stored_dtype if half and self.dtype == torch.float32 else self.dtype
         weights = embed.weight.detach().to(dtype)
         tied = head.weight is embed.weight
+        # Gemma scales within its embedding module: what the first layer gets is no longer the head.
+        scale = getattr(embed, "embed_scale", None)
         return FrozenWeights(
-            weights,
+            weights if scale is None else weights * torch.as_tensor(scale).to(weights),
             weights if tied else head.weight.detach().to(dtype),
             self.decoder.norm.weight.detach().to(dtype),
         )
 
     def describe_kernels(self) -> list[str]:
         """A headline, then one line per layer: what computed its mixer in the last run."""
-        return describe(self.kinds, self.fused, self.device, self.last_runner)
+        return describe(self.kinds, self.fused, self.device, self.last_runner, self.rule)

@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM
 from dflash_cache.decoding import FIRST_CAPACITY, TargetDecoder
 from dflash_cache.errors import UsageError
 from dflash_cache.target import Target
-from tests.tiny_models import VOCAB, tiny_dense, tiny_hybrid
+from tests.tiny_models import VOCAB, kimi_config, save_model, tiny_dense, tiny_hybrid
 
-FAMILIES = ["qwen3_5", "qwen3", "llama", "sliding"]
+FAMILIES = ["qwen3_5", "qwen3", "llama", "sliding", "kimi_linear"]
 PROMPT, BLOCK = 19, 8
 
 
@@ -23,6 +23,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
         "qwen3_5": tiny_hybrid(root / "hybrid"),
         "qwen3": tiny_dense(root / "qwen3", "qwen3"),
         "llama": tiny_dense(root / "llama", "llama"),
+        "kimi_linear": save_model(root / "kimi", kimi_config()),
         "sliding": tiny_dense(root / "sliding", "qwen3", use_sliding_window=True, **sliding),
     }
 

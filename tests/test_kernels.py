@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from dflash_cache import kernels, reference
+from dflash_cache import fused, kernels, reference
 from dflash_cache.errors import UsageError
 from dflash_cache.kernels import Runner, bind, bind_layers, check_layers, running
 from dflash_cache.packed import PackedRows
@@ -133,7 +133,7 @@ def test_boundaries_of_the_flattened_batch_cover_padding_too():
 
 def fake_module() -> ModuleType:
     module = ModuleType("modeling_fake")
-    for name in kernels.DISPATCHERS:
+    for name in kernels.dispatchers():
         setattr(module, name, lambda *args, name=name, **kwargs: name)
     return module
 
@@ -150,9 +150,9 @@ def test_without_an_active_runner_a_bound_module_does_what_it_did():
 def test_binding_twice_changes_nothing():
     module = fake_module()
     bind(module)
-    once = [getattr(module, name) for name in kernels.DISPATCHERS]
+    once = [getattr(module, name) for name in kernels.dispatchers()]
     bind(module)
-    assert once == [getattr(module, name) for name in kernels.DISPATCHERS]
+    assert once == [getattr(module, name) for name in kernels.dispatchers()]
 
 
 def test_an_active_runner_computes_and_cached_functions_are_refused():
@@ -178,7 +178,7 @@ def test_a_module_without_the_functions_is_refused_with_what_is_supported():
 
 
 def test_a_linear_layer_of_another_kind_is_refused():
-    with pytest.raises(UsageError, match=r"layer 0 .*no GatedDeltaNet"):
+    with pytest.raises(UsageError, match=r"layer 0 .*tokens with Linear.*supported are"):
         bind_layers([nn.Linear(2, 2)], ["linear_attention"])
 
 
@@ -191,9 +191,10 @@ def test_the_slow_reference_where_fused_kernels_belong_is_noticed():
     runner = Runner()
     runner.layer = 0
     runner.count("delta", kernels.REFERENCE)
-    fused = kernels.Fused(print, print, print, "conv")
+    runner.count("conv", kernels.REFERENCE)
+    bound = fused.Fused(print, print, print, "conv")
     with pytest.raises(UsageError, match="layer 0 ran the slow torch reference"):
-        check_layers(runner, ["linear_attention"], fused)
+        check_layers(runner, ["linear_attention"], bound)
 
 
 @pytest.mark.parametrize("argument", kernels.REFUSED)
@@ -203,14 +204,51 @@ def test_attention_that_we_do_not_compute_is_refused(argument):
         kernels._attention(SimpleNamespace(), q, q, q, None, **{argument: 1.0})
 
 
-def test_on_the_cpu_fused_kernels_are_not_even_imported(monkeypatch):
-    monkeypatch.setattr(kernels, "load_fused", lambda: pytest.fail("imported"))
-    assert kernels.fused_for(CPU, ["linear_attention"]) is None
-    assert kernels.fused_for(torch.device("cuda"), ["full_attention"]) is None
+def test_a_sliding_layer_that_does_not_tell_its_window_is_refused():
+    runner = Runner()
+    runner.layer = 0
+    runner.count("attention", "sdpa")
+    check_layers(runner, ["full_attention"], None)
+    with pytest.raises(UsageError, match=r"layer 0 .*does not tell its window"):
+        check_layers(runner, ["sliding_attention"], None)
+    runner.windows[0] = 8
+    check_layers(runner, ["sliding_attention"], None)
 
 
-def test_missing_fused_kernels_are_an_error_with_the_command_to_install_them(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "fla.ops.gated_delta_rule", None)
-    kernels.load_fused.cache_clear()
-    with pytest.raises(UsageError, match="pip install flash-linear-attention"):
-        kernels.fused_for(torch.device("cuda"), ["linear_attention"])
+def test_a_linear_layer_whose_convolution_ran_elsewhere_is_noticed():
+    runner = Runner()
+    runner.layer = 0
+    runner.count("delta", kernels.REFERENCE)
+    with pytest.raises(UsageError, match="outside of our control"):
+        check_layers(runner, ["linear_attention"], None)
+
+
+def channel_loop(q, k, v, g, beta):
+    """Kimi Delta Attention by its definition: every row of the state decays by itself."""
+    q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    q, k = (x.repeat_interleave(v.shape[2] // q.shape[2], dim=2) for x in (q, k))
+    state = torch.zeros(v.shape[0], v.shape[2], q.shape[-1], v.shape[-1], dtype=v.dtype)
+    outputs = []
+    for t in range(v.shape[1]):
+        state = state * g[:, t].exp()[..., None]
+        written = beta[:, t, :, None] * (v[:, t] - torch.einsum("bhkv,bhk->bhv", state, k[:, t]))
+        state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], written)
+        outputs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]) * q.shape[-1] ** -0.5)
+    return torch.stack(outputs, dim=1), state
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 130])
+def test_the_delta_rule_with_a_decay_per_channel_equals_the_token_loop(length):
+    q, k, v, _, beta = delta_inputs(length)
+    g = -torch.nn.functional.softplus(torch.randn(*v.shape[:3], q.shape[-1], dtype=v.dtype))
+    output, state = reference.delta_rule(q, k, v, g, beta)
+    want, want_state = channel_loop(q, k, v, g, beta)
+    torch.testing.assert_close(output, want, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(state, want_state, rtol=1e-10, atol=1e-12)
+
+
+def test_equal_decays_of_all_channels_are_one_decay_a_head():
+    q, k, v, g, beta = delta_inputs(70)
+    channels = g[..., None].expand(*g.shape, q.shape[-1])
+    one, other = (reference.delta_rule(q, k, v, x, beta)[0] for x in (g, channels))
+    torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)

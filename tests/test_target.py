@@ -1,6 +1,5 @@
 """States of packed rows, taps, cutting, loading."""
 
-import itertools
 import json
 import shutil
 from pathlib import Path
@@ -10,18 +9,23 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from dflash_cache import reference
 from dflash_cache.errors import DataError, UsageError
-from dflash_cache.kernels import Fused
-from dflash_cache.packed import PackedRows
-from dflash_cache.selfcheck import prove
-from dflash_cache.target import Target, check_taps, default_taps, parse_taps
+from dflash_cache.taps import check_taps, default_taps, parse_taps
+from dflash_cache.target import Target
 from tests.hybrid_by_hand import hybrid_layers_by_hand
-from tests.tiny_models import VOCAB, hybrid_config, moe_config, save_model, tiny_dense, tiny_hybrid
+from tests.tiny_models import (
+    VOCAB,
+    hybrid_config,
+    kimi_config,
+    moe_config,
+    save_model,
+    tiny_dense,
+    tiny_hybrid,
+)
 
 LENGTHS = (23, 9, 70)
 SEQ_LEN = 110
-FAMILIES = ["qwen3_5", "qwen3", "llama", "qwen3_next", "qwen3_5_moe"]
+FAMILIES = ["qwen3_5", "qwen3", "llama", "qwen3_next", "qwen3_5_moe", "kimi_linear"]
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +37,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
         "llama": tiny_dense(root / "llama", "llama"),
         "qwen3_next": save_model(root / "next", moe_config("qwen3_next")),
         "qwen3_5_moe": save_model(root / "moe", moe_config("qwen3_5_moe")),
+        "kimi_linear": save_model(root / "kimi", kimi_config()),
     }
 
 
@@ -302,49 +307,3 @@ def test_the_identity_tells_other_weights_of_the_same_shape_apart(folders, tmp_p
     assert weights[0]["header_sha256"] == weights[2]["header_sha256"]
     assert weights[0]["sample_sha256"] != weights[2]["sample_sha256"]
     assert json.loads(json.dumps(identities[0])) == identities[0]
-
-
-def fake_fused(respects_documents: bool) -> Fused:
-    """What the fused kernels promise, in torch, so that their calls are tested without CUDA."""
-
-    def chunk(q, k, v, g, beta, *, use_qk_l2norm_in_kernel, cu_seqlens, cu_seqlens_cpu):
-        assert use_qk_l2norm_in_kernel
-        assert torch.equal(cu_seqlens, cu_seqlens_cpu)
-        ends = cu_seqlens.tolist() if respects_documents else [0, q.shape[1]]
-        parts = [
-            reference.delta_rule(*(x[:, a:b] for x in (q, k, v, g, beta)))[0]
-            for a, b in itertools.pairwise(ends)
-        ]
-        return torch.cat(parts, dim=1), None
-
-    def conv(x, weight, bias, activation, document=None, cu_seqlens=None):
-        rows = PackedRows(document + 1, torch.device("cpu"))  # padding is a segment too
-        return rows.conv(x, weight, bias, activation)
-
-    return Fused(chunk, chunk, conv, "conv")
-
-
-def test_the_calls_of_fused_kernels_give_the_states_of_the_reference(folders):
-    target = Target.load(str(folders["qwen3_5"]), taps=[0, 5])
-    arrays = [torch.cat(x) for x in zip(packed_row(), packed_row(seed=1), strict=True)]
-    want = target.run_rows(*arrays)
-    target.fused = fake_fused(respects_documents=True)
-    have = target.run_rows(*arrays)
-    assert relative(have[:, :102], want[:, :102]) < 1e-6
-    assert target.describe_kernels()[1] == (
-        "layer 0 linear_attention: delta fla.chunk_gated_delta_rule, conv conv"
-    )
-
-
-def test_the_self_check_passes_good_kernels_and_names_the_layer_of_bad_ones(folders):
-    target = Target.load(str(folders["qwen3_5"]), taps=[2])
-    target.fused = fake_fused(respects_documents=True)
-    assert "checked, error" in prove(target)
-    target.fused = fake_fused(respects_documents=False)
-    with pytest.raises(UsageError, match="layer 0: the fused delta rule differs"):
-        prove(target)
-
-
-def test_the_self_check_on_the_cpu_says_that_the_reference_runs(folders):
-    target = Target.load(str(folders["qwen3_5"]), taps=[2])
-    assert prove(target) == "kernels: torch reference on CPU (2 GatedDeltaNet layers)"

@@ -4,7 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3NextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    KimiLinearConfig,
+    LlamaConfig,
+    Qwen3Config,
+    Qwen3NextConfig,
+)
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeTextConfig
 
@@ -95,3 +101,27 @@ def tiny_dense(
     folder: Path, family: str = "qwen3", tokenizer=None, std: float = 0.3, **changes
 ) -> Path:
     return save_model(folder, dense_config(family, **changes), std=std, tokenizer=tokenizer)
+
+
+def kimi_config(layers: int = 4, **changes):
+    """`kimi_linear`: Kimi Delta Attention and latent attention in turns, with experts."""
+    values: dict[str, Any] = SIZE | {
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "linear_num_heads": 4,
+        "linear_head_dim": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "layer_types": (LAYER_TYPES * layers)[:layers],
+        "mlp_layer_types": ["dense", *["sparse"] * (layers - 1)],
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    return KimiLinearConfig(**(values | changes))

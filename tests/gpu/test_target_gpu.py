@@ -1,6 +1,7 @@
 """On CUDA: fused kernels against the reference, packed against alone, decoding, rolling back."""
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,13 +10,16 @@ import torch
 
 from dflash_cache.cache import Cache
 from dflash_cache.decoding import SHORT, TargetDecoder
+from dflash_cache.doctor import examine
+from dflash_cache.errors import UsageError
 from dflash_cache.extract import ExtractConfig, extract
-from dflash_cache.kernels import REFERENCE, load_fused
+from dflash_cache.fused import import_fused, load_fused
+from dflash_cache.kernels import REFERENCE
 from dflash_cache.packed import PackedRows
 from dflash_cache.selfcheck import prove
 from dflash_cache.target import Target
 from tests.helpers import tiny_tokenizer
-from tests.tiny_models import VOCAB, tiny_dense, tiny_hybrid
+from tests.tiny_models import VOCAB, kimi_config, save_model, tiny_dense, tiny_hybrid
 
 pytestmark = pytest.mark.gpu
 LENGTHS, SEQ_LEN = (61, 3, 130, 40), 256
@@ -123,7 +127,73 @@ def test_fused_kernels_are_really_launched(hybrid):
 
 
 def test_the_self_check_passes_and_says_how_far_off_it_was(hybrid):
-    assert "checked, error" in prove(hybrid)
+    said = prove(hybrid)
+    print(said)
+    assert "fused = reference (checked, error" in said
+    assert "packed = alone (checked, error" in said
+
+
+@pytest.fixture(scope="module", params=DTYPES, ids=str)
+def kimi(request, tmp_path_factory) -> Target:
+    sizes = {"linear_head_dim": 64, "hidden_size": 128, "intermediate_size": 256}
+    folder = save_model(tmp_path_factory.mktemp("kimi") / "m", kimi_config(**sizes), std=0.05)
+    return Target.load(str(folder), taps=range(4), device="cuda", dtype=request.param, full=True)
+
+
+def test_kimi_delta_attention_runs_fused_and_passes_the_self_check(kimi):
+    said = prove(kimi)
+    print(said)
+    assert said.startswith("kernels: fla.chunk_kda, ")
+    assert "fused = reference (checked, error" in said
+    kimi.run_rows(*packed_row())
+    runner = kimi.last_runner
+    assert runner is not None
+    for index, kind in enumerate(kimi.kinds):
+        if kind == "linear_attention":
+            assert runner.implementations(index, "delta") == ["fla.chunk_kda"]
+
+
+def test_packed_kimi_states_equal_those_of_the_reference(kimi):
+    if kimi.dtype != torch.float32:
+        pytest.skip("in half precision a token may choose another expert by a hair")
+    ids, document, position = packed_row(rows=2)
+    fused = kimi.run_rows(ids, document, position)
+    reference = kimi.run_rows(ids, document, position, fused=False)
+    real = sum(LENGTHS)
+    close(fused[:, :real], reference[:, :real], kimi)
+
+
+def test_a_rolled_back_kimi_state_is_that_of_a_fresh_prefill(kimi):
+    if kimi.dtype != torch.float32:
+        pytest.skip("in half precision a token may choose another expert by a hair")
+    ids = packed_row()[0][0]
+    decoder, fresh = TargetDecoder(kimi), TargetDecoder(kimi)
+    decoder.prefill(ids[:70])
+    decoder.verify(ids[70:86])
+    decoder.rollback(7)
+    fresh.prefill(ids[:77])
+    close(decoder.verify(ids[220:225]).taps[None], fresh.verify(ids[220:225]).taps[None], kimi)
+
+
+def test_without_fla_the_target_is_refused_and_with_allow_slow_it_runs_slowly(folders, monkeypatch):
+    import_fused.cache_clear()
+    monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", None)
+    about = {"taps": [0, 3], "device": "cuda"}
+    with pytest.raises(UsageError, match=r"pip install flash-linear-attention.*--allow-slow"):
+        Target.load(str(folders["hybrid"]), **about)
+    slow = Target.load(str(folders["hybrid"]), **about, allow_slow=True)
+    said = prove(slow)
+    assert said.startswith("kernels: SLOW torch reference on CUDA")
+    assert "packed = alone (checked, error" in said
+    import_fused.cache_clear()
+
+
+@pytest.mark.parametrize("family", ["hybrid", "dense"])
+def test_the_doctor_finds_this_machine_ready(folders, family):
+    report = examine(str(folders[family]))
+    assert report.problems == []
+    assert all(layers.cuda is not None for layers in report.layers)
+    assert report.gpus[0].name == torch.cuda.get_device_name(0)
 
 
 @pytest.mark.parametrize("window", [None, 16])
@@ -138,7 +208,7 @@ def test_attention_with_a_document_mask_equals_attention_per_document(window):
 def test_the_triton_convolution_respects_documents():
     from fla.modules.causal_conv1d import causal_conv1d
 
-    from dflash_cache.kernels import _triton_conv
+    from dflash_cache.fused import _triton_conv
 
     rows = PackedRows(packed_row(rows=2)[1], CUDA)
     x, weight = torch.randn(2, 64, SEQ_LEN, device=CUDA), torch.randn(64, 4, device=CUDA)
