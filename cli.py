@@ -36,9 +36,9 @@ class Sentences(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as error:
             click.echo("interrupted: what was finished is kept", err=True)
-            ctx.exit(INTERRUPTED)
+            ctx.exit(getattr(error, "exit_code", INTERRUPTED))
         except UsageError as error:
             raise click.UsageError(str(error)) from error
         except DataError as error:
@@ -123,24 +123,41 @@ def _train_options(command: Callable) -> Callable:
 
 @main.command()
 @_extract_options
+@click.option(
+    "--dry-run", is_flag=True, help="Say what it takes of disk and time; write nothing at all."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON at the end.")
-def extract(config_file: Path | None, as_json: bool, **given: Any) -> None:
+def extract(config_file: Path | None, dry_run: bool, as_json: bool, **given: Any) -> None:
     """Run the target once over a JSONL and write its hidden states to a zarr cache.
 
     Each line of --data is {"text": ...}, {"messages": [{"role", "content"}]}, {"conversations":
     [{"from", "value"}]}, {"prompt", "response"} or {"input_ids", "loss_mask"}. A tap i is the
     output of decoder layer i (0-based), which transformers calls hidden_states[i+1]. A run that was
-    stopped continues where it was: finished shards are kept.
+    stopped continues where it was: finished shards are kept. Any number of processes may work on
+    one --out at once, started by torchrun, by SLURM or by hand with --rank and --world.
+
+    Exits with 130 after Ctrl-C and with 143 after SIGTERM.
     """
-    from dflash_cache.extract import extract as run
+    from dflash_cache import extract as job
     from dflash_cache.extract_config import ExtractConfig
 
     config = _config(ExtractConfig, config_file, given)
-    summary = run(config, report=(lambda line: click.echo(line, err=True)) if as_json else _say)
-    if as_json:
-        _print_json(summary.to_dict())
-    else:
-        console.print(summary.render(), markup=False)
+    say = (lambda line: click.echo(line, err=True)) if as_json else _say
+    if dry_run:
+        _show(job.dry_run(config, report=say), as_json)
+        return
+    summary = job.extract(config, report=say)
+    _show(summary, as_json)
+    if summary.exit_code:
+        sys.exit(summary.exit_code)
+
+
+def _show(result: Any, as_json: bool) -> None:
+    """A command's result, if it has any, as JSON or as lines for a person."""
+    if result is not None and as_json:
+        _print_json(result.to_dict())
+    elif result is not None:
+        console.print(result.render(), markup=False)
 
 
 @main.command("inspect-shard")
@@ -152,19 +169,34 @@ def extract(config_file: Path | None, as_json: bool, **given: Any) -> None:
     type=click.IntRange(0),
     help="How much text to decode and show.  [tokens]",
 )
+@click.option(
+    "--plot",
+    "picture",
+    type=PATH,
+    help="PNG to draw: absmax and norm per tap and position, histograms of length and fill.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
-def inspect_shard_command(path: Path, tokens: int, as_json: bool) -> None:
-    """Show what is in a shard (or in a cache, then its first shard): shapes, statistics, checksums.
+def inspect_shard_command(path: Path, tokens: int, picture: Path | None, as_json: bool) -> None:
+    """Show what is in a shard: shapes, statistics, checksums, text; or summarise a whole cache.
 
-    Exits with 1 if the shard is damaged.
+    Of a shard everything is read and recomputed. The summary of a cache rests on its metadata:
+    `dflash verify` checks the data. --plot reads the states of at most 64 rows. Exits with 1 if
+    there is damage.
     """
-    from dflash_cache.inspector import inspect_shard, render
+    from dflash_cache.inspector import inspect_path, show
 
-    report = inspect_shard(path, tokens=tokens)
+    if picture is not None:
+        from dflash_cache.plot import check_plot, plot
+
+        check_plot(picture)
+    report = inspect_path(path, tokens=tokens)
     if as_json:
         _print_json(report.to_dict())
     else:
-        render(report, console)
+        show(report, console)
+    if picture is not None:
+        plot(path, picture)
+        click.echo(f"drawn: {picture}", err=as_json)
     if report.problems:
         sys.exit(1)
 
@@ -232,6 +264,29 @@ def verify_command(cache: Path, as_json: bool, **asked: Any) -> None:
     else:
         _say(report.render())
     if report.problems:
+        sys.exit(1)
+
+
+@main.command("doctor")
+@click.option("--model", help="A target (folder or hub id): show what would run its layers.")
+@click.option("--revision", help="Revision of a hub id.")
+@click.option("--trust-remote-code", is_flag=True, help="Run code that the model's folder brings.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+def doctor_command(model: str | None, as_json: bool, **loading: Any) -> None:
+    """Show what this machine has, what is missing, and the command that installs it.
+
+    With --model also which kernels would compute each class of its layers, on CUDA and on the CPU;
+    only the model's config is read. Exits with 1 if something that an extraction needs is missing:
+    a package, fused kernels where there is a GPU, or support for the model.
+    """
+    from dflash_cache.doctor import examine, render
+
+    report = examine(model, **loading)
+    if as_json:
+        _print_json(report.to_dict())
+    else:
+        render(report, console)
+    if not report.ok:
         sys.exit(1)
 
 

@@ -3,9 +3,7 @@
 import hashlib
 import json
 import os
-import shutil
 import threading
-import uuid
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -18,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dflash_cache.durable import check_creatable, publish, refusal
+from dflash_cache.creating import create_once
+from dflash_cache.durable import check_creatable, refusal
 from dflash_cache.encoding import Codec
 from dflash_cache.errors import DataError, UsageError
 from dflash_cache.packing import HELDOUT, TRAIN, Plan, load_plan, save_plan
@@ -42,6 +41,7 @@ __all__ = [
 
 FORMAT_VERSION = 1
 OPEN_SHARDS = 1024
+WAIT = 600.0
 
 
 def _now() -> str:
@@ -233,7 +233,8 @@ class Cache:
         if shard.rows != len(rows):
             problems.append(f"{name}: {shard.rows} rows, the plan has {len(rows)}")
         want = int(np.isin(self.plan.doc_row, rows).sum())
-        have, skipped = attributes.get("documents"), len(attributes.get("skipped") or [])
+        have, left_out = attributes.get("documents"), attributes.get("skipped")
+        skipped = len(left_out) if isinstance(left_out, list) else 0
         if not isinstance(have, int) or have + skipped != want:
             problems.append(
                 f"{name}: {have} documents and {skipped} skipped, the plan has {want} in its rows"
@@ -266,50 +267,57 @@ def _show(value: Any) -> str:
 
 
 def create_cache(
-    path: Path | str, manifest: Manifest, plan: Plan, save_target: Callable[[Path], None]
+    path: Path | str,
+    manifest: Manifest,
+    plan: Plan,
+    save_target: Callable[[Path], None],
+    *,
+    wait: float = WAIT,
+    report: Callable[[str], None] = lambda _: None,
 ) -> Cache:
     """Create the cache folder, or open the one that is there if it is the same.
 
     `save_target(folder)` writes the files of `target/`. All is written beside the final place and
-    renamed into it, so that of several creators one wins and the others open its cache. Raises
-    `DataError` naming the field if an existing cache is another one or if the disk is full,
-    `UsageError` if `path` cannot be created.
+    renamed into it; other processes that want the same cache meanwhile wait for it, `wait` seconds
+    at most, and open it. Raises `DataError` naming the field if an existing cache is another one,
+    if the disk is full or the wait too long, `UsageError` if `path` cannot be created.
     """
     path = Path(path)
-    if not os.path.isfile(path / "manifest.json"):
-        check_new_cache(path)
-        try:
-            _create(path, manifest, plan, save_target)
-        except OSError as error:
-            if error.errno is None:
-                raise
-            raise refusal(path, error) from error
+
+    def build(staged: Path) -> None:
+        _fill_new(staged, manifest, plan, save_target)
+
+    try:
+        create_once(path, lambda: is_cache(path), build, wait, report)
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise refusal(path, error) from error
     cache = Cache.open(path)
     cache.check_identity(manifest)
     return cache
 
 
-def check_new_cache(path: Path) -> None:
-    """`UsageError` unless a cache could be created at `path`."""
+def is_cache(path: Path) -> bool:
+    """Whether there is a cache; `UsageError` if there is none and none could be created."""
+    if os.path.isfile(path / "manifest.json"):
+        return True
     check_creatable(path)
-    if os.path.exists(path) and not (path.is_dir() and not any(path.iterdir())):
-        raise UsageError(f"{path} exists and is not a cache; give another --out or remove it")
+    empty = not os.path.exists(path) or (path.is_dir() and not any(path.iterdir()))
+    # Looked at in this order: another process may create the cache at this very moment.
+    if empty or os.path.isfile(path / "manifest.json"):
+        return not empty
+    raise UsageError(f"{path} exists and is not a cache; give another --out or remove it")
 
 
-def _create(
-    path: Path, manifest: Manifest, plan: Plan, save_target: Callable[[Path], None]
+def _fill_new(
+    staged: Path, manifest: Manifest, plan: Plan, save_target: Callable[[Path], None]
 ) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    staged = path.parent / f".creating-{path.name}-{uuid.uuid4().hex[:12]}"
-    try:
-        for name in ("target", "staging", "shards"):
-            (staged / name).mkdir(parents=True)
-        save_target(staged / "target")
-        save_plan(plan, staged / "plan.zarr")
-        manifest = replace(
-            manifest, plan_digest=plan.digest(), target_digest=digest_files(staged / "target")
-        )
-        (staged / "manifest.json").write_text(manifest.to_json(), encoding="utf-8")
-        publish(staged, path)
-    finally:
-        shutil.rmtree(staged, ignore_errors=True)
+    for name in ("target", "staging", "shards"):
+        (staged / name).mkdir()
+    save_target(staged / "target")
+    save_plan(plan, staged / "plan.zarr")
+    manifest = replace(
+        manifest, plan_digest=plan.digest(), target_digest=digest_files(staged / "target")
+    )
+    (staged / "manifest.json").write_text(manifest.to_json(), encoding="utf-8")

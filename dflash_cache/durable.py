@@ -11,6 +11,7 @@ from torch import Tensor
 from dflash_cache.errors import DataError, UsageError
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
+DENIED = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def refusal(path: Path, error: OSError, kept: str = "") -> ValueError:

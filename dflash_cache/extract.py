@@ -4,18 +4,20 @@ import hashlib
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from dflash_cache.cache import Cache, Manifest, check_new_cache, create_cache, save_frozen
+from dflash_cache.cache import Cache, Manifest, create_cache, is_cache, save_frozen
 from dflash_cache.corpus import Document, load_tokenizer, read_corpus
 from dflash_cache.devices import choose_device, choose_dtype
 from dflash_cache.encoding import get_encoding
-from dflash_cache.equaliser import calibrate
+from dflash_cache.equaliser import calibrate, sample_rows
 from dflash_cache.errors import UsageError
+from dflash_cache.estimate import Estimate, check_space, make_estimate, measure, plan_bytes
 from dflash_cache.extract_config import ExtractConfig
 from dflash_cache.extract_job import ExtractSummary, Job, versions
 from dflash_cache.geometry import Geometry
@@ -23,13 +25,15 @@ from dflash_cache.identity import check_model_path
 from dflash_cache.loading import load_config
 from dflash_cache.packing import Plan, make_plan
 from dflash_cache.selfcheck import prove
+from dflash_cache.stopping import StopSignals
+from dflash_cache.streamed import StreamedTarget
 from dflash_cache.target import Target
 from dflash_cache.target_files import save_channel_scale
 
 SHARD_BYTES = 1 << 30
 TAP_CONVENTION = "tap i is the output of the 0-based decoder layer i, before the final norm"
 
-__all__ = ["ExtractConfig", "ExtractSummary", "extract"]
+__all__ = ["ExtractConfig", "ExtractSummary", "dry_run", "extract"]
 
 
 def place_of_worker(config: ExtractConfig) -> tuple[int, int]:
@@ -46,19 +50,74 @@ def place_of_worker(config: ExtractConfig) -> tuple[int, int]:
     return rank, world
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """All that is known before anything is written; `left_out`: reason -> lines of the corpus."""
+
+    target: Target
+    tokenizer: Any
+    documents: list[Document]
+    left_out: dict[str, int]
+    plan: Plan
+    geometry: Geometry
+    rank: int
+    world: int
+
+
 def extract(config: ExtractConfig, report: Callable[[str], None] = print) -> ExtractSummary:
     """Fill the cache `config.out`; shards that are there are left alone, so a run may be resumed.
 
     Raises `UsageError` for what the user can mend in the call, `DataError` for a broken corpus, a
     cache made for something else, or too many documents with unusable states. Whatever happens,
-    only whole shards stay.
+    only whole shards stay. SIGTERM and Ctrl-C end it after the row in flight (the summary says so),
+    and before there is a cache at once, by an exception.
     """
     started = time.monotonic()
+    with StopSignals() as stop:
+        rank, _ = place_of_worker(config)
+        say = report if rank == 0 else _silent
+        work = prepare(config, say)
+        manifest = _manifest(config, work)
+        estimate = _estimate(config, work, manifest, measured=rank == 0)
+        say(estimate.render())
+        _forecast(config, work, estimate.missing_shards, say)
+        check_space(estimate, config.force, say)
+        cache = _open_cache(config, work, manifest, say)
+        job = Job(cache, work.target, work.documents, config.batch_rows, say)
+        job.run(work.rank, work.world, stop)
+        return job.summary(time.monotonic() - started)
+
+
+def _silent(_line: str) -> None:
+    """What a worker other than the first one says while it works."""
+
+
+def dry_run(config: ExtractConfig, report: Callable[[str], None] = print) -> Estimate | None:
+    """What `extract` would do; writes nothing. None for a worker that is not the first."""
+    if place_of_worker(config)[0] > 0:
+        return None
+    work = prepare(config, report)
+    estimate = _estimate(config, work, _manifest(config, work), measured=True)
+    _forecast(config, work, estimate.missing_shards, report)
+    return estimate
+
+
+def _forecast(
+    config: ExtractConfig, work: Prepared, missing_shards: int, report: Callable[[str], None]
+) -> None:
+    """What the target itself costs, for this worker's share of the shards."""
+    shards = -(-missing_shards // work.world)
+    rows = min(shards * work.plan.rows_per_shard, work.plan.rows)
+    for line in work.target.forecast(rows, config.batch_rows, config.seq_len) if rows else []:
+        report(line)
+
+
+def prepare(config: ExtractConfig, report: Callable[[str], None]) -> Prepared:
+    """Read the corpus, load the target, make the plan."""
     check_model_path(config.model)
     get_encoding(config.encoding)
-    if not os.path.isfile(config.out / "manifest.json"):
-        check_new_cache(config.out)
-    device, place = choose_device(config.device), place_of_worker(config)
+    is_cache(config.out)  # refuses a place where none can be
+    device, (rank, world) = choose_device(config.device), place_of_worker(config)
     # First, so that a broken config is not blamed on the tokenizer, which reads it too.
     load_config(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
     tokenizer = load_tokenizer(config.model, config.trust_remote_code, config.revision)
@@ -67,24 +126,58 @@ def extract(config: ExtractConfig, report: Callable[[str], None] = print) -> Ext
     )
     for reason, lines in corpus.skipped.items():
         report(f"corpus: {len(lines)} skipped, {reason} (first: line {lines[0]})")
+    left_out = {reason: len(lines) for reason, lines in corpus.skipped.items()}
     target = _load_target(config, device)
     plan, geometry = plan_rows(config, documents, target)
-    report(f"plan: {_describe_plan(plan, geometry)}")
-    cache = _open_cache(config, target, tokenizer, documents, plan, geometry)
-    job = Job(cache, target, documents, config.batch_rows, report)
-    job.run(*place)
-    return job.summary(time.monotonic() - started)
+    return Prepared(target, tokenizer, documents, left_out, plan, geometry, rank, world)
+
+
+def _estimate(
+    config: ExtractConfig, work: Prepared, manifest: Manifest, *, measured: bool
+) -> Estimate:
+    """`DataError` if the cache is there and is another one."""
+    if is_cache(config.out):
+        cache = Cache.open(config.out)
+        cache.check_identity(manifest)
+        missing, more, sample = cache.missing(), 0, 0
+    else:
+        frozen = work.target.frozen()
+        parts = [frozen.embed, frozen.norm, *([] if frozen.tied else [frozen.head])]
+        missing, sample = list(range(work.plan.shards)), _sample_tokens(work)
+        more = sum(part.nbytes for part in parts) + plan_bytes(work.plan)
+    estimate = make_estimate(work.plan, work.geometry, missing, more, config.out)
+    estimate = replace(estimate, workers=work.world, left_out=work.left_out, sample_tokens=sample)
+    # A streamed target reads its whole checkpoint for a batch as for a macro-batch.
+    if not (measured and missing) or config.stream_layers:
+        return estimate
+    rows = work.plan.shard_rows(missing[0])
+    speed = measure(work.target, work.geometry, work.plan, work.documents, rows, config.batch_rows)
+    return estimate.timed(speed)
 
 
 def _load_target(config: ExtractConfig, device: torch.device) -> Target:
-    return Target.load(
-        config.model,
-        taps=config.taps,
-        device=str(device),
-        dtype=choose_dtype(config.dtype, device),
-        trust_remote_code=config.trust_remote_code,
-        revision=config.revision,
-    )
+    settings: dict[str, Any] = {
+        "taps": config.taps,
+        "device": str(device),
+        "dtype": choose_dtype(config.dtype, device),
+        "trust_remote_code": config.trust_remote_code,
+        "revision": config.revision,
+        "allow_slow": config.allow_slow,
+    }
+    if config.stream_layers:
+        target = StreamedTarget.stream(config.model, macro_rows=config.macro_rows, **settings)
+        target.quiet = place_of_worker(config)[0] > 0
+        return target
+    if config.macro_rows is not None:
+        raise UsageError("macro_rows means something only with stream_layers; give both or neither")
+    return Target.load(config.model, **settings)
+
+
+def _sample_tokens(work: Prepared) -> int:
+    """How many tokens the creator of the cache runs before all others."""
+    if not work.geometry.how.equalised:
+        return 0
+    return int(work.plan.doc_length[np.isin(work.plan.doc_row, sample_rows(work.plan))].sum())
 
 
 def plan_rows(
@@ -103,42 +196,34 @@ def plan_rows(
     return plan, replace(geometry, rows_per_shard=plan.rows_per_shard)
 
 
-def _describe_plan(plan: Plan, geometry: Geometry) -> str:
-    cut = f", {plan.truncated} documents cut to {plan.seq_len} tokens" if plan.truncated else ""
-    size = plan.rows * geometry.row_bytes / 2**30
-    return (
-        f"{plan.documents:,} documents, {plan.tokens:,} tokens in {plan.rows:,} rows "
-        f"({100 * plan.fill:.1f} % full), {plan.shards} shards, {size:.2f} GiB{cut}"
+def _manifest(config: ExtractConfig, work: Prepared) -> Manifest:
+    return Manifest(
+        geometry=work.geometry,
+        taps=work.target.taps,
+        identity=identity(config, work.target, work.tokenizer, work.plan),
+        plan_digest=work.plan.digest(),
+        versions=versions(),
     )
 
 
 def _open_cache(
-    config: ExtractConfig,
-    target: Target,
-    tokenizer: Any,
-    documents: list[Document],
-    plan: Plan,
-    geometry: Geometry,
+    config: ExtractConfig, work: Prepared, manifest: Manifest, report: Callable[[str], None]
 ) -> Cache:
-    manifest = Manifest(
-        geometry=geometry,
-        taps=target.taps,
-        identity=identity(config, target, tokenizer, plan),
-        plan_digest=plan.digest(),
-        versions=versions(),
-    )
-    frozen = target.frozen()
+    target = work.target
 
     def save_target(folder: Path) -> None:
+        frozen = target.frozen()
         head = None if frozen.tied else frozen.head
         config_dict = target.config.to_dict()
-        save_frozen(folder, frozen.embed, head, frozen.norm, config_dict, tokenizer)
-        if geometry.how.equalised:
+        save_frozen(folder, frozen.embed, head, frozen.norm, config_dict, work.tokenizer)
+        if work.geometry.how.equalised:
             prove(target)  # the scale is for good: not from kernels that are wrong
-            scale = calibrate(target, plan, documents, config.batch_rows)
+            scale = calibrate(target, work.plan, work.documents, config.batch_rows)
             save_channel_scale(folder, scale)
 
-    return create_cache(config.out, manifest, plan, save_target)
+    return create_cache(
+        config.out, manifest, work.plan, save_target, wait=config.wait, report=report
+    )
 
 
 def identity(config: ExtractConfig, target: Target, tokenizer: Any, plan: Plan) -> dict[str, Any]:

@@ -30,16 +30,36 @@ class ExtractConfig:
     batch_rows: int = option(1, "rows that the target runs at once", unit="rows")
     heldout: float = option(0.02, "share of the conversations kept out of training")
     encoding: str = option("bf16", "how states are stored")
+    stream_layers: bool = option(
+        False,
+        "for a target that does not fit on the GPU: run a macro-batch of rows through one layer "
+        "after the other, each read from the checkpoint when it is its turn; states are identical",
+    )
+    macro_rows: int | None = option(
+        None,
+        "with stream_layers: rows of a macro-batch; the whole checkpoint is read once for each "
+        "(default: what fits in a quarter of the free host memory)",
+        unit="rows",
+    )
     dtype: str = option("auto", "the target's precision: float32, bfloat16, float16 or auto "
                                 "(float32 on the CPU, bfloat16 on CUDA)")  # fmt: skip
     device: str = option("auto", "cuda, cuda:N, cpu, or auto: CUDA if there is any")
     revision: str | None = option(None, "revision of a hub id")
+    allow_slow: bool = option(
+        False,
+        "run on CUDA without the fused kernels of linear attention, several times slower; without "
+        "this a missing kernel is an error",
+    )
     trust_remote_code: bool = option(False, "run code that the model's folder brings")
     rank: int | None = option(None, "number of this worker (default: torchrun's or SLURM's)")
     world: int | None = option(None, "number of workers (default: torchrun's or SLURM's)")
     template_options: dict[str, Any] | None = option(
         None, 'options for the chat template, as JSON: {"enable_thinking": false}'
     )
+    wait: float = option(
+        600.0, "how long to wait while another worker creates the cache", unit="seconds"
+    )
+    force: bool = option(False, "go on although the disk is too small for what is missing")
 
     def __post_init__(self) -> None:
         check_ranges(self, _RANGES)
@@ -49,7 +69,9 @@ _RANGES: dict[str, Range] = {
     "seq_len": at_least(2),
     "rows_per_shard": at_least(1),
     "batch_rows": at_least(1),
+    "macro_rows": at_least(1),
     "heldout": between(0, 1, open_high=True),
     "rank": at_least(0),
     "world": at_least(1),
+    "wait": at_least(0),
 }

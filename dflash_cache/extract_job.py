@@ -1,27 +1,32 @@
 """The loop of an extraction: the missing shards of a cache, one after the other."""
 
+import io
 import platform
-import shutil
+import signal
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from typing import Any
 
 import numpy as np
 import torch
 
+from dflash_cache.ahead import Ahead, Stopped, batches, shard_order
 from dflash_cache.cache import Cache
 from dflash_cache.corpus import Document
-from dflash_cache.durable import FULL, refusal
-from dflash_cache.equaliser import batch_arrays
-from dflash_cache.errors import DataError, UsageError
+from dflash_cache.durable import DENIED, FULL, refusal
+from dflash_cache.errors import DataError
 from dflash_cache.health import Guard
 from dflash_cache.packing import RowTokens, fill_row
 from dflash_cache.progress import Progress, format_seconds, progress
+from dflash_cache.provenance import Provenance
 from dflash_cache.rowpipe import DEPTH, HostSlot, OpenShard, RowSink, WriterThread
 from dflash_cache.selfcheck import prove
 from dflash_cache.shard import Shard
+from dflash_cache.shard_layout import read_json
 from dflash_cache.shard_writer import ShardWriter, clean_staging
+from dflash_cache.stopping import StopSignals
 from dflash_cache.target import Target
 
 PACKAGES = (
@@ -36,7 +41,10 @@ PACKAGES = (
 
 @dataclass(frozen=True)
 class ExtractSummary:
-    """What a run did. documents, tokens, rows and bytes are those that this run wrote."""
+    """What a run did. documents, tokens, rows and bytes are those that this run wrote.
+
+    `stopped`: the signal that ended it early, `shards_missing` what was left then.
+    """
 
     documents: int
     tokens: int
@@ -50,6 +58,16 @@ class ExtractSummary:
     seconds: float
     kernels: list[str]
     peak_gpu_bytes: int | None
+    rank: int = 0
+    world: int = 1
+    shards_missing: int = 0
+    stopped: int | None = None
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def exit_code(self) -> int:
+        """As a shell has it: 128 + the signal."""
+        return 0 if self.stopped is None else 128 + self.stopped
 
     @property
     def tokens_per_second(self) -> float:
@@ -72,7 +90,16 @@ class ExtractSummary:
             lines.append(f"skipped {len(self.skipped)} documents: {', '.join(reasons)}")
         if self.peak_gpu_bytes:
             lines.append(f"peak GPU memory: {self.peak_gpu_bytes / 2**30:.1f} GiB")
-        return "\n".join(lines)
+        lines += [f"warning: {line}" for line in self.warnings]
+        if self.stopped is not None:
+            there = self.shards_written + self.shards_skipped
+            lines.append(
+                f"stopped by {signal.Signals(self.stopped).name}: {there} of "
+                f"{there + self.shards_missing} shards are there and kept; run the same command "
+                "again to go on"
+            )
+        worker = f"[rank {self.rank}/{self.world}] " if self.world > 1 else ""
+        return "\n".join(worker + line for line in lines)
 
 
 def versions() -> dict[str, str]:
@@ -84,10 +111,6 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
 class Job:
@@ -110,29 +133,37 @@ class Job:
         self.batches = 0
         self.open: list[OpenShard] = []
         self.done: list[int] = []
+        self.skipped: list[dict] = []
         self.kernels: list[str] = []
+        self.rank, self.world, self.stop = 0, 1, StopSignals()
+        self.provenance, self.compared = Provenance(), set[int]()
+        self.ahead = Ahead(
+            target, self.plan, documents, batch_rows,
+            missing=lambda k: not cache.shard_path(k).is_dir(),
+            stop=lambda: self.stop.received is not None,
+        )  # fmt: skip
 
-    def run(self, rank: int, world: int) -> None:
-        """The shards of this worker, then those that are still missing; joins the writer first."""
+    def run(self, rank: int = 0, world: int = 1, stop: StopSignals | None = None) -> None:
+        """The shards of this worker, then those that are still missing; joins the writer first.
+
+        Ends after the row in flight when `stop` has received a signal.
+        """
+        self.rank, self.world, self.stop = rank, world, stop or self.stop
         clean_staging(self.cache.staging_dir)
         missing = self.cache.missing()
         self._check_present(missing)
         if not missing:
             self.report(f"all {self.plan.shards} shards are there: nothing to do")
             return
-        mine = [k for k in missing if k % world == rank]
-        self._check_space(missing)
         self.kernels = [prove(self.target)]
         self.report(self.kernels[0])
         self.thread = WriterThread()
         try:
-            with progress(self._tokens(mine), "extract", "tokens") as bar:
-                for k in [*mine, *(k for k in missing if k not in mine)]:
-                    if not self.cache.shard_path(k).is_dir():
-                        self._shard(k, bar)
-                self.thread.drain()
+            self.stop.defer()
+            self._shards(shard_order(missing, rank, world))
+            self.thread.drain()
         except OSError as error:
-            if error.errno not in FULL:
+            if error.errno not in (*FULL, *DENIED):
                 raise
             kept = ": finished shards are kept"
             raise refusal(self.cache.path, error, kept) from error
@@ -140,26 +171,40 @@ class Job:
             self.thread.close()
             for shard in self.open:
                 shard.writer.abort()
+        self._compare_others()
+
+    def _shards(self, numbers: list[int]) -> None:
+        mine = [k for k in numbers if k % self.world == self.rank]
+        self.ahead.shards, self.ahead.world = numbers, self.world
+        stream = None if self.rank == 0 else io.StringIO()  # the other workers are quiet
+        with progress(self._tokens(mine), "extract", "tokens", stream) as bar:
+            for k in numbers:
+                if self.stop.received is not None:
+                    return
+                if not self.cache.shard_path(k).is_dir():
+                    bar.total += 0 if k in mine else self._tokens([k])
+                    with suppress(Stopped):
+                        self._shard(k, bar)
 
     def _check_present(self, missing: list[int]) -> None:
         """`DataError` for a present shard with lost or cut chunks; looks at sizes only."""
         for k in sorted(set(range(self.plan.shards)) - set(missing)):
             path = self.cache.shard_path(k)
             try:
-                Shard.open(path, self.cache.geometry)
+                self._compare(k, Shard.open(path, self.cache.geometry).attributes)
             except DataError as error:
                 told = str(error)
                 advice = f"; remove {path} and run `dflash extract` again"
                 raise DataError(told if told.endswith(advice) else told + advice) from error
 
-    def _check_space(self, missing: list[int]) -> None:
-        rows = sum(len(self.plan.shard_rows(k)) for k in missing)
-        need, free = rows * self.cache.geometry.row_bytes, shutil.disk_usage(self.cache.path).free
-        if need > free:
-            raise UsageError(
-                f"the cache still needs {_size(need)}, but {self.cache.path} has only "
-                f"{_size(free)} left; free space or give another --out"
-            )
+    def _compare_others(self) -> None:
+        """Also what other workers have made meanwhile."""
+        for k in sorted(set(range(self.plan.shards)) - set(self.cache.missing()) - self.compared):
+            self._compare(k, read_json(self.cache.shard_path(k) / "zarr.json")["attributes"])
+
+    def _compare(self, k: int, attributes: dict[str, Any]) -> None:
+        self.compared.add(k)
+        self.provenance.add(k, attributes)
 
     def _tokens(self, shards: list[int]) -> int:
         wanted = np.isin(self.plan.doc_row // self.plan.rows_per_shard, shards)
@@ -171,19 +216,19 @@ class Job:
         writer = ShardWriter(final, staging, geometry, len(rows), self.cache.codec())
         shard = OpenShard(k, rows, writer, [])
         self.open.append(shard)
-        for first in range(rows.start, rows.stop, self.batch_rows):
-            batch = range(first, min(first + self.batch_rows, rows.stop))
+        for batch in batches(self.plan, k, self.batch_rows):
+            if self.stop.received is not None:
+                return
+            if final.is_dir():  # another worker was faster
+                break
             tokens = [fill_row(self.plan, self.documents, row) for row in batch]
-            slot = self._run_batch(tokens)
+            slot = self._run_batch(batch, tokens)
             self.thread.submit(self.sink.write, shard, slot, batch, tokens)
             bar.advance(sum(int(np.count_nonzero(t.document)) for t in tokens))
         self.thread.submit(self._finish, shard)
 
-    def _run_batch(self, tokens: list[RowTokens]) -> HostSlot:
-        """Run rows; a short last batch is filled up with padding, so that CUDA sees one shape."""
-        padding = self.batch_rows - len(tokens) if self.target.device.type == "cuda" else 0
-        ids, document, position = batch_arrays(tokens, padding)
-        states = self.target.run_rows(ids, document, position)
+    def _run_batch(self, batch: range, tokens: list[RowTokens]) -> HostSlot:
+        states, document = self.ahead.states(batch, tokens)
         slot = self._slot()
         slot.fill(states, document, len(tokens), self.codec)
         return slot
@@ -196,8 +241,19 @@ class Job:
         return self.slots[(self.batches - 1) % (DEPTH + 1)]
 
     def _finish(self, shard: OpenShard) -> None:
-        self.sink.finish(shard, self._attributes(shard))
+        """Publish it; a duplicate of what another worker has published is dropped."""
+        if self.cache.shard_path(shard.number).is_dir():
+            shard.writer.abort()
+            self.open.remove(shard)
+            return
+        attributes = self._attributes(shard)
+        self._compare(shard.number, attributes)
+        if not self.done:  # a user can still stop before much has been mixed
+            for line in self.provenance.warnings():
+                self.report(f"warning: {line}")
+        self.sink.finish(shard, attributes)
         self.open.remove(shard)
+        self.skipped += shard.skipped
         self.done.append(shard.number)
 
     def _attributes(self, shard: OpenShard) -> dict[str, Any]:
@@ -210,22 +266,28 @@ class Job:
             "versions": versions(),
             "device": torch.cuda.get_device_name(self.target.device) if cuda else "cpu",
             "dtype": str(self.target.dtype).removeprefix("torch."),
+            "weights": self.target.precision,
         }
 
     def summary(self, seconds: float) -> ExtractSummary:
         rows = [row for k in self.done for row in self.plan.shard_rows(k)]
-        cuda = self.target.device.type == "cuda"
+        cuda, missing = self.target.device.type == "cuda", len(self.cache.missing())
         return ExtractSummary(
-            documents=int(np.isin(self.plan.doc_row, rows).sum()) - len(self.guard.skipped),
+            documents=int(np.isin(self.plan.doc_row, rows).sum()) - len(self.skipped),
             tokens=self._tokens(self.done),
             rows=len(rows),
             bytes=len(rows) * self.cache.geometry.row_bytes,
             shards_written=len(self.done),
-            shards_skipped=self.plan.shards - len(self.done),
+            shards_skipped=self.plan.shards - len(self.done) - missing,
             fill=self.plan.fill,
             truncated=self.plan.truncated,
-            skipped=self.guard.skipped,
+            skipped=self.skipped,
             seconds=seconds,
             kernels=[*self.kernels, *self.target.describe_kernels()[1:]],
             peak_gpu_bytes=torch.cuda.max_memory_allocated(self.target.device) if cuda else None,
+            rank=self.rank,
+            world=self.world,
+            shards_missing=missing,
+            stopped=self.stop.received if missing else None,
+            warnings=self.provenance.warnings(),
         )

@@ -1,5 +1,7 @@
 """One shard = one zarr v3 group: open it, read rows into memory that is there, check it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import zarr
 from torch import Tensor
 
 from dflash_cache.encoding import ENCODINGS, SCALES, Codec, join_planes, split_planes
-from dflash_cache.errors import DataError
+from dflash_cache.errors import DataError, first_line
 from dflash_cache.geometry import Geometry
 from dflash_cache.packing import RowTokens
 from dflash_cache.shard_files import bytes_of, file_problem, read_row
@@ -162,8 +164,9 @@ class Shard:
         if layout.plain or layout.packed:
             read_row(layout, row, out)
         else:
-            values = np.ascontiguousarray(self._array(name)[row], dtype=layout.dtype)
-            out[:] = bytes_of(values)
+            with _through_zarr(layout):
+                values = np.ascontiguousarray(self._array(name)[row], dtype=layout.dtype)
+                out[:] = bytes_of(values)
 
     def _read_new(self, name: str, row: int) -> np.ndarray:
         """A row of an array as fresh bytes."""
@@ -236,8 +239,9 @@ class Shard:
 
     def _chunks(self, layout: ArrayLayout) -> list[str]:
         if not layout.plain and not layout.packed:
-            array = self._array(layout.name)
-            have, want = array.nchunks_initialized, array.nchunks
+            with _through_zarr(layout):
+                array = self._array(layout.name)
+                have, want = array.nchunks_initialized, array.nchunks
             gone = f"{layout.folder}: {want - have} of {want} chunks are missing"
             return [gone] if have != want else []
         files = layout.files().items()
@@ -260,6 +264,18 @@ class Shard:
         if rows > g.rows_per_shard:
             problems.append(f"{self.path}: more rows than the cache's {g.rows_per_shard} a shard")
         return problems
+
+
+@contextmanager
+def _through_zarr(layout: ArrayLayout) -> Iterator[None]:
+    """zarr tells damaged metadata by whatever exception its parts raise: one sentence instead."""
+    try:
+        yield
+    except (TypeError, ValueError, KeyError, ZeroDivisionError, RuntimeError, OSError) as error:
+        raise DataError(
+            f"{layout.folder}: zarr cannot read this array ({first_line(error)}); remove "
+            f"{layout.folder.parent} and run `dflash extract` again"
+        ) from error
 
 
 def row_of(geometry: Geometry, name: str) -> tuple[tuple[int, ...], np.dtype]:

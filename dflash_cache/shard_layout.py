@@ -105,7 +105,7 @@ def parse_array(shard: Path, name: str) -> ArrayLayout:
         kind = (meta["zarr_format"], meta["node_type"], len(shape))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"{file}: this is not the metadata of an array ({error!r})") from error
-    if kind != (3, "array", DIMENSIONS[name]):
+    if kind != (3, "array", DIMENSIONS[name]) or min(shape) < 1:
         raise DataError(f"{file}: this is not the metadata of a {name} array of zarr format 3")
     plain = codecs == ["bytes"]
     packed = codecs == ["bytes", "zstd"] and name in BY_ROW

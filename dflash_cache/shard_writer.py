@@ -1,9 +1,7 @@
 """Writing one shard: rows into a staging folder, attributes last, then one rename."""
 
-import os
 import re
 import shutil
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -18,13 +16,13 @@ from zarr.storage import LocalStore
 from dflash_cache.durable import publish
 from dflash_cache.encoding import SCALES, STATES_HI, Codec, split_planes
 from dflash_cache.geometry import Geometry
+from dflash_cache.owners import A_DAY, PATTERN, Owner, newest
 from dflash_cache.packing import RowTokens
 from dflash_cache.shard_files import write_file
 from dflash_cache.shard_layout import BY_ROW, ROW_ARRAYS, SCALE_DTYPE, crc32c, metadata_digest
 from dflash_cache.tapstats import add_row, empty_sums, merge_sums, summarize
 
 SHARD_VERSION = 1
-A_DAY = 24 * 3600
 # The zarrs pipeline writes in place, which tears a chunk when killed; zarr's own does not.
 ZARR_SETTINGS = {
     "codec_pipeline.path": "zarr.core.codec_pipeline.BatchedCodecPipeline",
@@ -186,17 +184,8 @@ class ShardWriter:
 
 
 def staging_name(shard: str) -> str:
-    """`<k>-<host>-<pid>-<start time>`; the start time tells a reused process id apart."""
-    return f"{shard}-{socket.gethostname()}-{os.getpid()}-{_start_time(os.getpid())}"
-
-
-def _start_time(pid: int) -> int:
-    """When a process started: clock ticks since boot on Linux, 0 where that is not known."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return 0
-    return int(stat.rpartition(")")[2].split()[19])
+    """`<k>-<host>-<pid>-<start time>`"""
+    return f"{shard}-{Owner.this()}"
 
 
 def clean_staging(staging_root: Path) -> list[Path]:
@@ -212,25 +201,7 @@ def clean_staging(staging_root: Path) -> list[Path]:
 
 
 def _is_abandoned(path: Path) -> bool:
-    match = re.fullmatch(r"\d+-(?P<host>.+)-(?P<pid>\d+)-(?P<start>\d+)", path.name)
-    if match and match["host"] == socket.gethostname():
-        return not _is_alive(int(match["pid"]), int(match["start"]))
-    return _newest(path) < time.time() - A_DAY
-
-
-def _is_alive(pid: int, start: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return _start_time(pid) in (start, 0)
-
-
-def _newest(path: Path) -> float:
-    """The latest change of anything in the folder; now if it is vanishing meanwhile."""
-    try:
-        return max(p.stat().st_mtime for p in [path, *path.rglob("*")])
-    except OSError:
-        return time.time()
+    match = re.fullmatch(rf"\d+-{PATTERN}", path.name)
+    if match is None:
+        return newest(path) < time.time() - A_DAY
+    return not Owner.of(match).is_alive(path)

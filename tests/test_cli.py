@@ -74,7 +74,10 @@ def run(cache, tmp_path_factory) -> Path:
 
 HELP = {
     "extract": ["[tokens, default: 4096]", "[path, required]", "[default: bf16]", "1,8,15"],
-    "inspect-shard": ["[default: 64; x>=0]", "[tokens]", "Exits with 1"],
+    "inspect-shard": ["[default: 64; x>=0]", "[tokens]", "Exits with 1", "--plot", "64 rows"],
+    "verify": ["--recompute", "[default: 0]", "[default: auto]", "Exits with 1", "[documents]"],
+    "doctor": ["--model", "only the model's config is read", "Exits with 1"],
+    "convert": ["bf16-lossless", "[required]", "[default: auto]", "SOURCE", "DESTINATION"],
     "train": ["[default: 0.0006]", "[slots, default: 16]", "[steps, default: 500]", "(default: 5)"],
     "eval": ["[default: 128; x>=2]", "[tokens]", "[default: all]", "[required]"],
     "demo": ["[default: demo-run]", "[default: 20; x>=2]", "[default: by device]"],

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dflash_cache import extract_job
+from dflash_cache import estimate
 from dflash_cache.cache import Cache
 from dflash_cache.encoding import decode, encode
 from dflash_cache.errors import DataError, UsageError
@@ -106,7 +106,9 @@ def test_the_summary_counts_what_was_written(extracted):
     assert (summary.rows, summary.shards_written) == (cache.plan.rows, cache.plan.shards)
     assert summary.shards_skipped == 0
     assert summary.bytes == cache.plan.rows * SEQ_LEN * 2 * 32 * 2
-    assert summary.kernels[0] == "kernels: torch reference on CPU (2 GatedDeltaNet layers)"
+    assert summary.kernels[0].startswith(
+        "kernels: torch reference on CPU (2 GatedDeltaNet layers); packed = alone (checked, error"
+    )
     assert any(line.startswith("plan: 30 documents") for line in lines)
 
 
@@ -272,8 +274,8 @@ def test_an_interrupted_job_leaves_whole_shards_only(model, data, tmp_path, monk
 
 def test_a_cache_that_does_not_fit_on_the_disk_is_refused(model, data, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
-    monkeypatch.setattr(extract_job.shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(UsageError, match=r"still needs 0\.\d MiB, .* only 0\.0 MiB left"):
+    monkeypatch.setattr(estimate.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(UsageError, match=r"still needs \d+\.\d KiB, .* only 1000 bytes left"):
         extract(config(model, data, tmp_path / "hs"), lambda _: None)
 
 
@@ -326,7 +328,7 @@ def test_a_dense_target_is_extracted_too(data, tmp_path):
     llama = tiny_dense(tmp_path / "llama", "llama", tiny_tokenizer())
     summary = extract(config(llama, data, tmp_path / "hs"), lambda _: None)
     assert summary.documents == 30
-    assert summary.kernels[0] == "kernels: sdpa on CPU (no GatedDeltaNet layers)"
+    assert summary.kernels[0].startswith("kernels: sdpa on CPU (no GatedDeltaNet layers); packed")
 
 
 def test_without_rows_per_shard_a_small_cache_is_one_shard(model, data, tmp_path):

@@ -275,3 +275,27 @@ def test_geometry_gives_the_sizes():
     assert geometry.row_bytes == 4096 * 40_960
     assert geometry.stored_token_bytes == 40_960 + 13
     assert geometry.states_shape == (6, 4096, 5, 4096)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("states", {"shape": [0, 4, 2, 8]}),
+        (
+            "states",
+            {"chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [0, 1, 1, 1]}}},
+        ),
+        ("states", {"chunk_key_encoding": {"name": "nonsense"}}),
+        ("position", {"codecs": [{"name": "nonsense"}]}),
+        ("input_ids", {"data_type": "float99"}),
+        ("input_ids", {"shape": "many"}),
+    ],
+)
+def test_metadata_that_makes_no_sense_is_a_data_error_that_names_the_array(
+    shard_path, tmp_path, name, change
+):
+    shutil.copytree(shard_path, tmp_path / "000007.zarr")
+    file = tmp_path / "000007.zarr" / name / "zarr.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(DataError, match=name):
+        Shard.open(tmp_path / "000007.zarr")
