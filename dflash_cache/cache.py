@@ -1,16 +1,12 @@
 """The directory of a cache: manifest, plan, target files, shards present and missing."""
 
-import hashlib
-import json
 import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,8 +16,9 @@ from dflash_cache.creating import create_once
 from dflash_cache.durable import check_creatable, refusal
 from dflash_cache.encoding import Codec
 from dflash_cache.errors import DataError, UsageError
+from dflash_cache.manifest import Manifest, identity_fields, show_value
 from dflash_cache.packing import HELDOUT, TRAIN, Plan, load_plan, save_plan
-from dflash_cache.shard import Geometry, Shard
+from dflash_cache.shard import Shard
 from dflash_cache.target_files import (
     FrozenTarget,
     digest_files,
@@ -39,61 +36,8 @@ __all__ = [
     "save_frozen",
 ]
 
-FORMAT_VERSION = 1
 OPEN_SHARDS = 1024
 WAIT = 600.0
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What `manifest.json` holds.
-
-    `taps`: 0-based ids of the decoder layers whose outputs are stored, in order. `identity`: what
-    else binds the cache (target, revision, tokenizer, chat template, corpus digest, split, ...),
-    JSON values only. `target_digest`: sha256 of each file of `target/`, filled in by
-    `create_cache`. `created` and `versions` are recorded, not compared.
-    """
-
-    geometry: Geometry
-    taps: tuple[int, ...]
-    identity: dict[str, Any]
-    plan_digest: str
-    target_digest: dict[str, str] = field(default_factory=dict)
-    created: str = field(default_factory=_now)
-    versions: dict[str, str] = field(default_factory=dict)
-    format_version: int = FORMAT_VERSION
-
-    @property
-    def encoding(self) -> str:
-        return self.geometry.encoding
-
-    def to_json(self) -> str:
-        """Canonical JSON: sorted keys, two spaces, a newline at the end."""
-        return json.dumps(asdict(self), indent=2, sort_keys=True, ensure_ascii=False) + "\n"
-
-    @staticmethod
-    def from_json(text: str, where: str = "manifest.json") -> "Manifest":
-        """Parse; `DataError` names the file for broken JSON, a missing key, another version."""
-        try:
-            raw = json.loads(text)
-            version = raw["format_version"]
-            if version != FORMAT_VERSION:
-                raise DataError(
-                    f"{where}: format version {version!r} is not {FORMAT_VERSION}, the one that "
-                    "this program reads; extract again or use a matching release"
-                )
-            geometry = Geometry(**raw.pop("geometry"))
-            return Manifest(geometry=geometry, taps=tuple(raw.pop("taps")), **raw)
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"{where}: the manifest cannot be read ({error})") from error
-
-    def digest(self) -> str:
-        """sha256 hex of `to_json`; every shard repeats it."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()
 
 
 class Cache:
@@ -133,6 +77,10 @@ class Cache:
     def shard_path(self, k: int) -> Path:
         """`shards/000012.zarr`; it exists if and only if the shard is complete."""
         return self.path / "shards" / f"{k:06d}.zarr"
+
+    def stored_bytes(self, k: int) -> int:
+        """What the files of a shard take on the disk."""
+        return sum(p.stat().st_size for p in self.shard_path(k).rglob("*") if p.is_file())
 
     def missing(self) -> list[int]:
         """Numbers of the shards that are not there (yet)."""
@@ -193,10 +141,10 @@ class Cache:
 
     def check_identity(self, wanted: Manifest) -> None:
         """`DataError` naming the first field in which this cache is not the wanted one."""
-        for name, have, want in _identity_fields(self.manifest, wanted):
+        for name, have, want in identity_fields(self.manifest, wanted):
             if have != want:
                 raise DataError(
-                    f"this cache was made for {name} {_show(have)}, not {_show(want)}; "
+                    f"this cache was made for {name} {show_value(have)}, not {show_value(want)}; "
                     f"use another --out or the same {name} ({self.path})"
                 )
 
@@ -240,30 +188,6 @@ class Cache:
                 f"{name}: {have} documents and {skipped} skipped, the plan has {want} in its rows"
             )
         return problems
-
-
-def _flatten(prefix: str, value: Any) -> dict[str, Any]:
-    if isinstance(value, dict) and value:
-        parts = (_flatten(f"{prefix}.{key}" if prefix else str(key), v) for key, v in value.items())
-        return {key: v for part in parts for key, v in part.items()}
-    return {prefix: value}
-
-
-def _identity_fields(have: Manifest, want: Manifest) -> list[tuple[str, Any, Any]]:
-    """(name, of `have`, of `want`); what people choose first, what follows from it last."""
-    pairs: list[tuple[str, Any, Any]] = [("taps", list(have.taps), list(want.taps))]
-    left, right = have.geometry.to_dict(), want.geometry.to_dict()
-    pairs += [(n, left[n], right[n]) for n in ("seq_len", "hidden", "encoding")]
-    # Through JSON, so that a tuple of the caller equals the list in the file.
-    left, right = (_flatten("", json.loads(json.dumps(m.identity))) for m in (have, want))
-    pairs += [(n, left.get(n), right.get(n)) for n in sorted(left.keys() | right.keys())]
-    pairs.append(("rows_per_shard", have.geometry.rows_per_shard, want.geometry.rows_per_shard))
-    pairs.append(("plan digest", have.plan_digest, want.plan_digest))
-    return pairs
-
-
-def _show(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def create_cache(

@@ -14,7 +14,7 @@ from dflash_cache.devices import choose_device
 from dflash_cache.encoding import Codec, get_encoding
 from dflash_cache.equaliser import Calibration, sample_rows
 from dflash_cache.errors import DataError, UsageError
-from dflash_cache.progress import Progress, progress
+from dflash_cache.progress import Progress, format_bytes, progress
 from dflash_cache.shard import Shard
 from dflash_cache.shard_writer import ShardWriter, clean_staging
 from dflash_cache.tapstats import add_row, empty_sums
@@ -45,8 +45,8 @@ class ConvertSummary:
         errors = ", ".join(f"{e:.3%}" for e in self.error)
         return (
             f"{self.encoding}: {self.shards_written} shards written and verified, "
-            f"{self.shards_skipped} were there; {self.bytes_after / 2**20:,.1f} MiB, {share:.2f} "
-            f"of {self.bytes_before / 2**20:,.1f} MiB\nmean relative error per tap: {errors}"
+            f"{self.shards_skipped} were there; {format_bytes(self.bytes_after)}, {share:.2f} of "
+            f"{format_bytes(self.bytes_before)}\nmean relative error per tap: {errors}"
         )
 
 
@@ -121,8 +121,8 @@ def _check_space(wanted: Cache, todo: list[int]) -> None:
     need, free = rows * wanted.geometry.stored_row_bytes, shutil.disk_usage(wanted.path).free
     if need > free:
         raise UsageError(
-            f"{wanted.path} needs {need / 2**30:.2f} GiB, but only {free / 2**30:.2f} GiB are "
-            "free; free space or give another folder"
+            f"{wanted.path} needs {format_bytes(need)}, but only {format_bytes(free)} are free; "
+            "free space or give another folder"
         )
 
 
@@ -193,4 +193,4 @@ def _summary(have: Cache, wanted: Cache, written: int) -> ConvertSummary:
 
 def _bytes(cache: Cache) -> int:
     """What the shards take on the disk."""
-    return sum(p.stat().st_size for p in (cache.path / "shards").rglob("*") if p.is_file())
+    return sum(cache.stored_bytes(k) for k in range(cache.plan.shards))

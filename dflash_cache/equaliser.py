@@ -20,17 +20,21 @@ if TYPE_CHECKING:  # a conversion needs no target, whose import takes seconds
     from dflash_cache.target import Target
 
 SAMPLE_TOKENS = 1 << 17
+SAMPLE_SHARE = 8  # at most one in so many of a small corpus' tokens, but a few rows at least
+LEAST_SAMPLE = 1 << 13
 # A channel that was silent in the sample may speak later: its divisor is at least this share of
 # the tap's own RMS, so that it cannot take the whole range.
 LEAST_SHARE = 1e-3
 
 
-def sample_rows(plan: Plan, tokens: int = SAMPLE_TOKENS) -> list[int]:
+def sample_rows(plan: Plan, tokens: int | None = None) -> list[int]:
     """Rows for the calibration, `tokens` or a little more: those with the smallest hash.
 
     Rows are chosen by the digests of their documents, so that the sample is spread over the corpus
     and does not depend on the order of the files.
     """
+    if tokens is None:
+        tokens = min(SAMPLE_TOKENS, max(LEAST_SAMPLE, plan.tokens // SAMPLE_SHARE))
     key = np.zeros(plan.rows, dtype=np.uint64)
     np.bitwise_xor.at(key, plan.doc_row, plan.doc_digest)
     order = np.argsort(key, kind="stable")

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dflash_cache.corpus import Document
 from dflash_cache.encoding import Codec
@@ -17,10 +18,9 @@ from dflash_cache.equaliser import batch_arrays
 from dflash_cache.errors import UsageError
 from dflash_cache.geometry import Geometry
 from dflash_cache.packing import Plan, fill_row
+from dflash_cache.progress import format_bytes
 from dflash_cache.rowpipe import HostSlot
 from dflash_cache.target import Target
-
-UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Estimate:
 
     def render(self) -> str:
         """For a person: the plan, the disk, the time; a line each."""
-        return "\n".join([self._plan(), self._disk(), *self._time()])
+        return "\n".join([self._plan(), self._disk(), *self.time_lines()])
 
     def _plan(self) -> str:
         cut = f", {self.truncated} documents cut to {self.seq_len} tokens" if self.truncated else ""
@@ -92,7 +92,7 @@ class Estimate:
             f"{missing} still to write; {free} free in {self.place}"
         )
 
-    def _time(self) -> list[str]:
+    def time_lines(self) -> list[str]:
         if self.seconds is None or self.tokens_per_second is None:
             return []
         sample = f" and {self.sample_tokens:,} for the channel scale" if self.sample_tokens else ""
@@ -154,6 +154,16 @@ def check_space(estimate: Estimate, force: bool, report: Callable[[str], None]) 
     report(f"warning: {told}; going on because of --force")
 
 
+def first_batch(
+    target: Target, plan: Plan, documents: Sequence[Document], rows: Sequence[int], batch_rows: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """input_ids, document, position [B, S] of the batch that `rows` begin with, as the job has
+    it: filled up with padding on CUDA."""
+    tokens = [fill_row(plan, documents, row) for row in rows[:batch_rows]]
+    cuda = target.device.type == "cuda"
+    return batch_arrays(tokens, batch_rows - len(tokens) if cuda else 0)
+
+
 def measure(
     target: Target,
     geometry: Geometry,
@@ -167,27 +177,18 @@ def measure(
     Forward, encoding and the copy to the host; the first run, in which kernels are compiled and
     chosen, does not count.
     """
-    tokens = [fill_row(plan, documents, row) for row in rows[:batch_rows]]
-    cuda = target.device.type == "cuda"
-    ids, document, position = batch_arrays(tokens, batch_rows - len(tokens) if cuda else 0)
+    ids, document, position = first_batch(target, plan, documents, rows, batch_rows)
+    count = min(batch_rows, len(rows))
     slot = HostSlot(batch_rows, geometry, target.device)
     # Any scale will do, and it is not known before there is a cache.
     codec = Codec(geometry.encoding, torch.ones(geometry.row_shape[1:]), target.device)
     seconds = 0.0
     for _ in range(2):
         started = time.monotonic()
-        slot.fill(target.run_rows(ids, document, position), document, len(tokens), codec)
+        slot.fill(target.run_rows(ids, document, position), document, count, codec)
         slot.wait()
         seconds = time.monotonic() - started
     return int((document != 0).sum()) / max(seconds, 1e-9)
-
-
-def format_bytes(count: float) -> str:
-    """`12 bytes`, `1.5 KiB`, `4.6 GiB`, `38.2 TiB`."""
-    power = 0
-    while round(count, 1) >= 1024 and power < len(UNITS):
-        count, power = count / 1024, power + 1
-    return f"{count:.1f} {UNITS[power - 1]}" if power else f"{count:.0f} bytes"
 
 
 def format_duration(seconds: float) -> str:

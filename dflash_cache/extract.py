@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dflash_cache.cache import Cache, Manifest, create_cache, is_cache, save_frozen
 from dflash_cache.corpus import Document, load_tokenizer, read_corpus
@@ -17,14 +18,22 @@ from dflash_cache.devices import choose_device, choose_dtype
 from dflash_cache.encoding import get_encoding
 from dflash_cache.equaliser import calibrate, sample_rows
 from dflash_cache.errors import UsageError
-from dflash_cache.estimate import Estimate, check_space, make_estimate, measure, plan_bytes
+from dflash_cache.estimate import (
+    Estimate,
+    check_space,
+    first_batch,
+    make_estimate,
+    measure,
+    plan_bytes,
+)
 from dflash_cache.extract_config import ExtractConfig
-from dflash_cache.extract_job import ExtractSummary, Job, versions
+from dflash_cache.extract_job import Job, versions
+from dflash_cache.extract_summary import ExtractSummary
 from dflash_cache.geometry import Geometry
 from dflash_cache.identity import check_model_path
 from dflash_cache.loading import load_config
 from dflash_cache.packing import Plan, make_plan
-from dflash_cache.selfcheck import prove
+from dflash_cache.selfcheck import prove, prove_compiled
 from dflash_cache.stopping import StopSignals
 from dflash_cache.streamed import StreamedTarget
 from dflash_cache.target import Target
@@ -78,12 +87,16 @@ def extract(config: ExtractConfig, report: Callable[[str], None] = print) -> Ext
         say = report if rank == 0 else _silent
         work = prepare(config, say)
         manifest = _manifest(config, work)
-        estimate = _estimate(config, work, manifest, measured=rank == 0)
+        estimate, missing = _estimate(config, work, manifest)
         say(estimate.render())
         _forecast(config, work, estimate.missing_shards, say)
         check_space(estimate, config.force, say)
+        kernels = _make_ready(config, work, missing, say)
+        if rank == 0:
+            for line in _timed(config, work, estimate, missing).time_lines():
+                say(line)
         cache = _open_cache(config, work, manifest, say)
-        job = Job(cache, work.target, work.documents, config.batch_rows, say)
+        job = Job(cache, work.target, work.documents, config.batch_rows, say, kernels)
         job.run(work.rank, work.world, stop)
         return job.summary(time.monotonic() - started)
 
@@ -97,9 +110,11 @@ def dry_run(config: ExtractConfig, report: Callable[[str], None] = print) -> Est
     if place_of_worker(config)[0] > 0:
         return None
     work = prepare(config, report)
-    estimate = _estimate(config, work, _manifest(config, work), measured=True)
+    estimate, missing = _estimate(config, work, _manifest(config, work))
     _forecast(config, work, estimate.missing_shards, report)
-    return estimate
+    if not config.stream_layers:  # whose checks would read the checkpoint
+        _make_ready(config, work, missing, report)
+    return _timed(config, work, estimate, missing)
 
 
 def _forecast(
@@ -132,10 +147,43 @@ def prepare(config: ExtractConfig, report: Callable[[str], None]) -> Prepared:
     return Prepared(target, tokenizer, documents, left_out, plan, geometry, rank, world)
 
 
-def _estimate(
-    config: ExtractConfig, work: Prepared, manifest: Manifest, *, measured: bool
+def _make_ready(
+    config: ExtractConfig, work: Prepared, missing: list[int], report: Callable[[str], None]
+) -> list[str]:
+    """Prove the kernels and compile the layers, if there is anything to do -> lines told."""
+    if not missing:
+        return []
+    lines = [prove(work.target)]
+    report(lines[0])
+    wanted = work.target.device.type == "cuda" if config.compile is None else config.compile
+    if wanted and not config.stream_layers:
+        lines.append(prove_compiled(work.target, _first_batch(config, work, missing)))
+        report(lines[1])
+    return lines
+
+
+def _first_batch(
+    config: ExtractConfig, work: Prepared, missing: list[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = work.plan.shard_rows(missing[0])
+    return first_batch(work.target, work.plan, work.documents, rows, config.batch_rows)
+
+
+def _timed(
+    config: ExtractConfig, work: Prepared, estimate: Estimate, missing: list[int]
 ) -> Estimate:
-    """`DataError` if the cache is there and is another one."""
+    # A streamed target reads its whole checkpoint for a batch as for a macro-batch.
+    if not missing or config.stream_layers:
+        return estimate
+    rows = work.plan.shard_rows(missing[0])
+    speed = measure(work.target, work.geometry, work.plan, work.documents, rows, config.batch_rows)
+    return estimate.timed(speed)
+
+
+def _estimate(
+    config: ExtractConfig, work: Prepared, manifest: Manifest
+) -> tuple[Estimate, list[int]]:
+    """With the missing shards; `DataError` if the cache is there and is another one."""
     if is_cache(config.out):
         cache = Cache.open(config.out)
         cache.check_identity(manifest)
@@ -147,12 +195,7 @@ def _estimate(
         more = sum(part.nbytes for part in parts) + plan_bytes(work.plan)
     estimate = make_estimate(work.plan, work.geometry, missing, more, config.out)
     estimate = replace(estimate, workers=work.world, left_out=work.left_out, sample_tokens=sample)
-    # A streamed target reads its whole checkpoint for a batch as for a macro-batch.
-    if not (measured and missing) or config.stream_layers:
-        return estimate
-    rows = work.plan.shard_rows(missing[0])
-    speed = measure(work.target, work.geometry, work.plan, work.documents, rows, config.batch_rows)
-    return estimate.timed(speed)
+    return estimate, missing
 
 
 def _load_target(config: ExtractConfig, device: torch.device) -> Target:
@@ -217,7 +260,6 @@ def _open_cache(
         config_dict = target.config.to_dict()
         save_frozen(folder, frozen.embed, head, frozen.norm, config_dict, work.tokenizer)
         if work.geometry.how.equalised:
-            prove(target)  # the scale is for good: not from kernels that are wrong
             scale = calibrate(target, work.plan, work.documents, config.batch_rows)
             save_channel_scale(folder, scale)
 

@@ -41,6 +41,11 @@ class ExtractConfig:
         "(default: what fits in a quarter of the free host memory)",
         unit="rows",
     )
+    compile: bool | None = option(
+        None,
+        "compile the target's layers, which fuses their elementwise work (default: on CUDA, unless "
+        "layers are streamed)",
+    )
     dtype: str = option("auto", "the target's precision: float32, bfloat16, float16 or auto "
                                 "(float32 on the CPU, bfloat16 on CUDA)")  # fmt: skip
     device: str = option("auto", "cuda, cuda:N, cpu, or auto: CUDA if there is any")

@@ -2,10 +2,9 @@
 
 import io
 import platform
-import signal
+import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from typing import Any
 
@@ -17,12 +16,12 @@ from dflash_cache.cache import Cache
 from dflash_cache.corpus import Document
 from dflash_cache.durable import DENIED, FULL, refusal
 from dflash_cache.errors import DataError
+from dflash_cache.extract_summary import ExtractSummary
 from dflash_cache.health import Guard
 from dflash_cache.packing import RowTokens, fill_row
-from dflash_cache.progress import Progress, format_seconds, progress
+from dflash_cache.progress import Progress, progress
 from dflash_cache.provenance import Provenance
-from dflash_cache.rowpipe import DEPTH, HostSlot, OpenShard, RowSink, WriterThread
-from dflash_cache.selfcheck import prove
+from dflash_cache.rowpipe import DEPTH, Clock, HostSlot, OpenShard, RowSink, WriterThread
 from dflash_cache.shard import Shard
 from dflash_cache.shard_layout import read_json
 from dflash_cache.shard_writer import ShardWriter, clean_staging
@@ -37,69 +36,6 @@ PACKAGES = (
     "causal-conv1d",
     "triton",
 )
-
-
-@dataclass(frozen=True)
-class ExtractSummary:
-    """What a run did. documents, tokens, rows and bytes are those that this run wrote.
-
-    `stopped`: the signal that ended it early, `shards_missing` what was left then.
-    """
-
-    documents: int
-    tokens: int
-    rows: int
-    bytes: int
-    shards_written: int
-    shards_skipped: int
-    fill: float
-    truncated: int
-    skipped: list[dict]
-    seconds: float
-    kernels: list[str]
-    peak_gpu_bytes: int | None
-    rank: int = 0
-    world: int = 1
-    shards_missing: int = 0
-    stopped: int | None = None
-    warnings: list[str] = field(default_factory=list)
-
-    @property
-    def exit_code(self) -> int:
-        """As a shell has it: 128 + the signal."""
-        return 0 if self.stopped is None else 128 + self.stopped
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / max(self.seconds, 1e-9)
-
-    def to_dict(self) -> dict[str, Any]:
-        """For `--json`."""
-        return {**asdict(self), "tokens_per_second": self.tokens_per_second}
-
-    def render(self) -> str:
-        """For a person; one line, and one for each kind of trouble."""
-        lines = [
-            f"extracted {self.documents:,} documents, {self.tokens:,} tokens in {self.rows:,} rows "
-            f"({100 * self.fill:.1f} % full): {self.shards_written} shards written, "
-            f"{self.shards_skipped} were there; {self.bytes / 2**20:,.1f} MiB of states in "
-            f"{format_seconds(self.seconds)} ({self.tokens_per_second:,.0f} tokens/s)"
-        ]
-        if self.skipped:
-            reasons = sorted({str(entry["reason"]) for entry in self.skipped})
-            lines.append(f"skipped {len(self.skipped)} documents: {', '.join(reasons)}")
-        if self.peak_gpu_bytes:
-            lines.append(f"peak GPU memory: {self.peak_gpu_bytes / 2**30:.1f} GiB")
-        lines += [f"warning: {line}" for line in self.warnings]
-        if self.stopped is not None:
-            there = self.shards_written + self.shards_skipped
-            lines.append(
-                f"stopped by {signal.Signals(self.stopped).name}: {there} of "
-                f"{there + self.shards_missing} shards are there and kept; run the same command "
-                "again to go on"
-            )
-        worker = f"[rank {self.rank}/{self.world}] " if self.world > 1 else ""
-        return "\n".join(worker + line for line in lines)
 
 
 def versions() -> dict[str, str]:
@@ -123,18 +59,20 @@ class Job:
         documents: list[Document],
         batch_rows: int,
         report: Callable[[str], None],
+        kernels: list[str] | None = None,
     ):
         self.cache, self.target, self.documents, self.report = cache, target, documents, report
         self.plan, self.batch_rows = cache.plan, batch_rows
         self.codec = cache.codec(target.device)
         self.guard = Guard()
-        self.sink = RowSink(self.plan, self.guard)
+        self.clock = Clock()
+        self.sink = RowSink(self.plan, self.guard, self.clock)
         self.slots: list[HostSlot] = []
         self.batches = 0
         self.open: list[OpenShard] = []
         self.done: list[int] = []
         self.skipped: list[dict] = []
-        self.kernels: list[str] = []
+        self.kernels = kernels or []
         self.rank, self.world, self.stop = 0, 1, StopSignals()
         self.provenance, self.compared = Provenance(), set[int]()
         self.ahead = Ahead(
@@ -155,13 +93,12 @@ class Job:
         if not missing:
             self.report(f"all {self.plan.shards} shards are there: nothing to do")
             return
-        self.kernels = [prove(self.target)]
-        self.report(self.kernels[0])
-        self.thread = WriterThread()
+        self.thread, started = WriterThread(), time.monotonic()
         try:
             self.stop.defer()
             self._shards(shard_order(missing, rank, world))
             self.thread.drain()
+            self.clock.total = time.monotonic() - started
         except OSError as error:
             if error.errno not in (*FULL, *DENIED):
                 raise
@@ -228,8 +165,9 @@ class Job:
         self.thread.submit(self._finish, shard)
 
     def _run_batch(self, batch: range, tokens: list[RowTokens]) -> HostSlot:
-        states, document = self.ahead.states(batch, tokens)
         slot = self._slot()
+        slot.begin()
+        states, document = self.ahead.states(batch, tokens)
         slot.fill(states, document, len(tokens), self.codec)
         return slot
 
@@ -276,7 +214,7 @@ class Job:
             documents=int(np.isin(self.plan.doc_row, rows).sum()) - len(self.skipped),
             tokens=self._tokens(self.done),
             rows=len(rows),
-            bytes=len(rows) * self.cache.geometry.row_bytes,
+            bytes=sum(self.cache.stored_bytes(k) for k in self.done),
             shards_written=len(self.done),
             shards_skipped=self.plan.shards - len(self.done) - missing,
             fill=self.plan.fill,
@@ -285,6 +223,8 @@ class Job:
             seconds=seconds,
             kernels=[*self.kernels, *self.target.describe_kernels()[1:]],
             peak_gpu_bytes=torch.cuda.max_memory_allocated(self.target.device) if cuda else None,
+            forward_share=self.clock.share(self.clock.forward),
+            writer_share=self.clock.share(self.clock.writing),
             rank=self.rank,
             world=self.world,
             shards_missing=missing,

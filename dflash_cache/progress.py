@@ -6,12 +6,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
+UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
+
 
 def format_seconds(seconds: float) -> str:
     """`75.2` -> `1:15`; hours are shown when there are any."""
     whole = int(seconds)
     hours, minutes = whole // 3600, whole // 60 % 60
     return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
+
+
+def format_bytes(count: float) -> str:
+    """`12 bytes`, `1.5 KiB`, `4.6 GiB`, `38.2 TiB`."""
+    power = 0
+    while round(count, 1) >= 1024 and power < len(UNITS):
+        count, power = count / 1024, power + 1
+    return f"{count:.1f} {UNITS[power - 1]}" if power else f"{count:.0f} bytes"
 
 
 class Progress:

@@ -1,5 +1,6 @@
 """From the device to the shard: copied to pinned memory, checked and written by one thread."""
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -58,7 +59,15 @@ class HostSlot:
         self.scales = torch.empty(shape, pin_memory=pinned) if geometry.how.scaled else None
         self.extremes = torch.empty(rows, 2, *shape[1:], pin_memory=pinned)
         self.sums = torch.empty(rows, FIELDS, geometry.taps, dtype=torch.float64, pin_memory=pinned)
-        self.event = torch.cuda.Event() if pinned else None
+        self.seconds = 0.0
+        self._began = time.perf_counter()
+        self._lane = CopyLane(device) if pinned else None
+
+    def begin(self) -> None:
+        """Before the forward whose states will lie here: its time counts from now."""
+        self._began = time.perf_counter()
+        if self._lane is not None:
+            self._lane.began.record()
 
     def fill(self, states: Tensor, document: Tensor, rows: int, codec: Codec) -> None:
         """Encode states [b, S, T, D] on their device and start copying the first `rows` of them.
@@ -80,15 +89,56 @@ class HostSlot:
         ]
         if self.scales is not None and encoded.scales is not None:
             pairs.append((self.scales, encoded.scales))
+        if self._lane is not None:
+            self._lane.copy([(host[:rows], device[:rows]) for host, device in pairs])
+            return
         for host, device in pairs:
-            host[:rows].copy_(device[:rows], non_blocking=True)
-        if self.event is not None:
-            self.event.record()
+            host[:rows].copy_(device[:rows])
+        self.seconds = time.perf_counter() - self._began
 
     def wait(self) -> None:
-        """Until the copies are there; for the writer thread."""
-        if self.event is not None:
-            self.event.synchronize()
+        """Until the copies are there; for the writer thread. `seconds` is the forward's then."""
+        if self._lane is not None:
+            self.seconds = self._lane.wait()
+
+
+class CopyLane:
+    """Copies to the host on a stream of their own, beside the next batch's forward."""
+
+    def __init__(self, device: torch.device):
+        self.stream = torch.cuda.Stream(device)
+        self.began, self.computed = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.copied = torch.cuda.Event()
+        self._held: list[Tensor] = []
+
+    def copy(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        """Queue `host <- device` copies behind what the current stream computes."""
+        self.computed.record()
+        # The allocator gives memory back on the other stream: what is copied is held until then.
+        self._held = [device for _, device in pairs]
+        with torch.cuda.stream(self.stream):
+            self.stream.wait_event(self.computed)
+            for host, device in pairs:
+                host.copy_(device, non_blocking=True)
+            self.copied.record()
+
+    def wait(self) -> float:
+        """Until the copies are done -> seconds of the forward and the encoding on the device."""
+        self.copied.synchronize()
+        self._held = []
+        return self.began.elapsed_time(self.computed) / 1000
+
+
+@dataclass
+class Clock:
+    """Seconds of a run: in all, on the device for states, of the writer thread."""
+
+    total: float = 0.0
+    forward: float = 0.0
+    writing: float = 0.0
+
+    def share(self, seconds: float) -> float:
+        return min(1.0, seconds / self.total) if self.total else 0.0
 
 
 @dataclass
@@ -107,10 +157,13 @@ class RowSink:
 
     plan: Plan
     guard: Guard
+    clock: Clock
 
     def write(self, shard: OpenShard, slot: HostSlot, rows: Sequence[int], tokens: list) -> None:
         """Write the global `rows` that lie in `slot`, without their broken documents."""
         slot.wait()
+        self.clock.forward += slot.seconds
+        started = time.perf_counter()
         for i, row in enumerate(rows):
             bits, sums = slot.bits[i].numpy(), slot.sums[i]
             scales = None if slot.scales is None else slot.scales[i].numpy()
@@ -120,6 +173,7 @@ class RowSink:
             shard.skipped += bad
             inside = row - shard.rows.start
             shard.writer.write_row(inside, bits, kept, None if bad else sums, scales)
+        self.clock.writing += time.perf_counter() - started
 
     def _bad_documents(self, row: int, least_largest: np.ndarray) -> list[dict]:
         plan, bad = self.plan, []
@@ -135,8 +189,10 @@ class RowSink:
 
     def finish(self, shard: OpenShard, attributes: dict[str, Any]) -> None:
         """Publish the shard, unless too many documents were broken."""
+        started = time.perf_counter()
         self.guard.check_shard()
         shard.writer.finish({**attributes, "skipped": shard.skipped})
+        self.clock.writing += time.perf_counter() - started
 
 
 def blank(

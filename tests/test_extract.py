@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -105,7 +106,11 @@ def test_the_summary_counts_what_was_written(extracted):
     assert (summary.documents, summary.tokens) == (30, cache.plan.tokens)
     assert (summary.rows, summary.shards_written) == (cache.plan.rows, cache.plan.shards)
     assert summary.shards_skipped == 0
-    assert summary.bytes == cache.plan.rows * SEQ_LEN * 2 * 32 * 2
+    assert summary.bytes == sum(cache.stored_bytes(k) for k in range(cache.plan.shards))
+    assert summary.bytes > cache.plan.rows * SEQ_LEN * 2 * 32 * 2
+    assert 0 < summary.forward_share <= 1
+    assert 0 < summary.writer_share <= 1
+    assert re.search(r"forward \d+ %, writer idle \d+ %: .* is the bottleneck", summary.render())
     assert summary.kernels[0].startswith(
         "kernels: torch reference on CPU (2 GatedDeltaNet layers); packed = alone (checked, error"
     )
