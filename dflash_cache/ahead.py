@@ -40,7 +40,7 @@ class Ahead:
     def states(self, batch: range, tokens: list[RowTokens]) -> tuple[Tensor, Tensor]:
         """Rows `batch`, which hold `tokens` -> states [B, S, T, D] on the device, document [B, S].
 
-        A short batch is filled up with padding on CUDA, which then sees one shape. Raises `Stopped`
+        A short batch is filled up with padding where `target.one_shape` says so. Raises `Stopped`
         if a signal comes while a macro-batch runs.
         """
         ids, document, position = self._arrays(tokens)
@@ -51,7 +51,7 @@ class Ahead:
         return self._ready.pop(batch.start).to(self.target.device), document
 
     def _arrays(self, tokens: list[RowTokens]) -> tuple[Tensor, Tensor, Tensor]:
-        padding = self.batch_rows - len(tokens) if self.target.device.type == "cuda" else 0
+        padding = self.batch_rows - len(tokens) if self.target.one_shape else 0
         return batch_arrays(tokens, padding)
 
     def _run(self, batch: range) -> None:

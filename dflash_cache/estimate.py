@@ -160,8 +160,7 @@ def first_batch(
     """input_ids, document, position [B, S] of the batch that `rows` begin with, as the job has
     it: filled up with padding on CUDA."""
     tokens = [fill_row(plan, documents, row) for row in rows[:batch_rows]]
-    cuda = target.device.type == "cuda"
-    return batch_arrays(tokens, batch_rows - len(tokens) if cuda else 0)
+    return batch_arrays(tokens, batch_rows - len(tokens) if target.one_shape else 0)
 
 
 def measure(

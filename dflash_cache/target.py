@@ -103,6 +103,7 @@ class Target:
         self.fused: Fused | None = fused_for(device, self.kinds, allow_slow, self.rule)
         self.last_runner: Runner | None = None
         self._sink: Tensor | None = None
+        self.compiled = False
         for slot, tap in enumerate(taps):
             layers[tap].register_forward_hook(self._tap(slot))
 
@@ -149,6 +150,12 @@ class Target:
     def compile(self) -> None:
         """Compile the layers from here on; see `selfcheck.prove_compiled`."""
         compile_layers(list(decoder_layers(self.model)))
+        self.compiled = True
+
+    @property
+    def one_shape(self) -> bool:
+        """Whether a short batch had best be filled up: kernels are made for each shape."""
+        return self.compiled or self.device.type == "cuda"
 
     @property
     def hidden(self) -> int:

@@ -300,7 +300,8 @@ def test_a_run_whose_steps_were_all_skipped_fails_and_leaves_no_drafter(
     cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(
-        "dflash_train.step.decode", lambda bits: bits.view(torch.bfloat16) * float("nan")
+        "dflash_train.step.Codec.decode",
+        lambda self, bits, scales: bits.view(torch.bfloat16) * float("nan"),
     )
     with pytest.raises(DataError, match="all 3 steps"):
         train(config(cache, tmp_path / "o", steps=3), quiet)
@@ -310,7 +311,8 @@ def test_a_run_whose_steps_were_all_skipped_fails_and_leaves_no_drafter(
 def test_the_first_log_line_after_the_warm_up_tells_a_real_rate(cache: Cache, tmp_path: Path):
     train(config(cache, tmp_path / "o", steps=3, log_every=1), quiet)
     rates = [line["tokens_per_s"] for line in metrics(tmp_path / "o") if line["kind"] == "train"]
-    assert max(rates) < 50 * min(rates)
+    # A step of 64 tokens takes longer than a tenth of a millisecond on any machine.
+    assert all(0 < rate < 64 / 1e-4 for rate in rates)
 
 
 @pytest.mark.parametrize("out", ["afile", "afile/run"])
