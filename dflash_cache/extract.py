@@ -40,6 +40,7 @@ from dflash_cache.target import Target
 from dflash_cache.target_files import save_channel_scale
 
 SHARD_BYTES = 1 << 30
+COMPILE_FROM = 1_000_000  # tokens that repay a minute of compiling
 TAP_CONVENTION = "tap i is the output of the 0-based decoder layer i, before the final norm"
 
 __all__ = ["ExtractConfig", "ExtractSummary", "dry_run", "extract"]
@@ -129,6 +130,8 @@ def _forecast(
 
 def prepare(config: ExtractConfig, report: Callable[[str], None]) -> Prepared:
     """Read the corpus, load the target, make the plan."""
+    if config.compile and config.stream_layers:
+        raise UsageError("compile and stream_layers exclude each other; give one of them")
     check_model_path(config.model)
     get_encoding(config.encoding)
     is_cache(config.out)  # refuses a place where none can be
@@ -155,11 +158,15 @@ def _make_ready(
         return []
     lines = [prove(work.target)]
     report(lines[0])
-    wanted = work.target.device.type == "cuda" if config.compile is None else config.compile
-    if wanted and not config.stream_layers:
+    if _compiles(config, work):
         lines.append(prove_compiled(work.target, _first_batch(config, work, missing)))
         report(lines[1])
     return lines
+
+
+def _compiles(config: ExtractConfig, work: Prepared) -> bool:
+    worth = work.target.device.type == "cuda" and work.plan.tokens >= COMPILE_FROM
+    return not config.stream_layers and (worth if config.compile is None else config.compile)
 
 
 def _first_batch(

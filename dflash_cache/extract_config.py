@@ -43,8 +43,8 @@ class ExtractConfig:
     )
     compile: bool | None = option(
         None,
-        "compile the target's layers, which fuses their elementwise work (default: on CUDA, unless "
-        "layers are streamed)",
+        "compile the target's layers, which fuses their elementwise work but takes about a minute "
+        "(default: on CUDA, for a million tokens and more)",
     )
     dtype: str = option("auto", "the target's precision: float32, bfloat16, float16 or auto "
                                 "(float32 on the CPU, bfloat16 on CUDA)")  # fmt: skip

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 
-from dflash_cache.errors import DataError, UsageError
+from dflash_cache.errors import DataError, UsageError, first_line
 from dflash_cache.fp8 import without_quantisation
-from dflash_cache.loading import build, build_empty, first_line, quiet, tie_head
+from dflash_cache.loading import build, build_empty, quiet, tie_head
 from dflash_cache.weights import Weights
 
 try:

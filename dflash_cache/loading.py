@@ -12,17 +12,13 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging
 
-from dflash_cache.errors import DataError, UsageError
+from dflash_cache.errors import DataError, UsageError, first_line
 from dflash_cache.fp8 import fp8_blocks, without_quantisation
 from dflash_cache.identity import check_model_path, model_folder, weight_files
 from dflash_cache.kernels import ATTENTION, SUPPORTED
 from dflash_cache.weights import Weights
 
 KINDS = ("full_attention", "sliding_attention", "linear_attention")
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def load_config(model: str, *, revision: str | None, trust_remote_code: bool) -> Any:

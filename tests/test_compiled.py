@@ -1,13 +1,19 @@
 """Compiled layers: the states of the uncompiled ones, from the same kernels, in one graph each."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
 from dflash_cache import compiled
+from dflash_cache.cache import Cache
 from dflash_cache.errors import UsageError
+from dflash_cache.extract import ExtractConfig, extract
 from dflash_cache.kernels import REFERENCE
 from dflash_cache.selfcheck import prove_compiled
 from dflash_cache.target import Target
+from tests.helpers import tiny_tokenizer
 from tests.tiny_models import dense_config, hybrid_config, moe_config, save_model
 
 
@@ -104,3 +110,39 @@ def test_a_layer_that_does_not_compile_is_told_in_one_sentence():
 def test_an_operator_without_an_active_run_is_refused():
     with pytest.raises(UsageError, match="runs only through"):
         torch.ops.dflash.delta(*torch.ones(5, 1, 1, 1, 1))
+
+
+@pytest.mark.slow
+def test_an_extraction_with_compiled_layers_fills_short_batches_up_and_says_so(tmp_path: Path):
+    model = save_model(tmp_path / "m", hybrid_config(2), tokenizer=tiny_tokenizer())
+    data = tmp_path / "d.jsonl"
+    data.write_text(
+        "".join(json.dumps({"text": "the quick fox " * n}) + "\n" for n in range(3, 12))
+    )
+    caches = {}
+    for compile in (False, True):
+        lines: list[str] = []
+        config = ExtractConfig(
+            str(model),
+            data,
+            tmp_path / str(compile),
+            taps=(0, 1),
+            seq_len=64,
+            rows_per_shard=3,
+            batch_rows=2,
+            device="cpu",
+            compile=compile,
+        )
+        summary = extract(config, lines.append)
+        assert any(line.startswith("layers compiled") for line in lines) == compile
+        assert any("layers compiled" in line for line in summary.kernels) == compile
+        caches[compile] = Cache.open(config.out)
+    for row in range(caches[True].plan.rows):
+        have, want = (caches[which].decoded_row(row).float() for which in (True, False))
+        torch.testing.assert_close(have, want, atol=0.02, rtol=0.01)  # a bf16 may round over
+
+
+def test_compiling_and_streaming_exclude_each_other(tmp_path: Path):
+    config = ExtractConfig("m", tmp_path / "d", tmp_path / "o", compile=True, stream_layers=True)
+    with pytest.raises(UsageError, match="compile and stream_layers exclude each other"):
+        extract(config, lambda line: None)

@@ -109,7 +109,7 @@ def test_without_a_gpu_missing_kernels_are_shown_but_stop_nothing(simulate):
     assert report.ok
     found = packages(report)
     assert found["triton"].error == "not installed"
-    assert found["triton"].command == 'pip install "triton>=3.2"'
+    assert found["triton"].command == 'pip install "triton>=3.3"'
     assert not found["triton"].needed
     assert "not needed here" in shown(report)
 
@@ -260,7 +260,7 @@ def test_the_real_machine_is_described_as_it_is():
 def test_the_ranges_are_those_of_pyproject_also_in_an_installed_wheel(monkeypatch, tmp_path):
     here = machine.requirements()
     monkeypatch.setattr(machine, "__file__", str(tmp_path / "dflash_cache" / "machine.py"))
-    text = (["zarr>=3.1.6,<4", 'triton>=3.2; extra == "cuda"'], {"Requires-Python": ">=3.11"})
+    text = (["zarr>=3.1.6,<4", 'triton>=3.3; extra == "cuda"'], {"Requires-Python": ">=3.11"})
     monkeypatch.setattr(machine.metadata, "requires", lambda _: text[0])
     monkeypatch.setattr(machine.metadata, "metadata", lambda _: text[1])
     wheel = machine.requirements()
