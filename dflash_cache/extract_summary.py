@@ -66,7 +66,7 @@ class ExtractSummary:
             f"{self.shards_skipped} were there; {format_bytes(self.bytes)} in "
             f"{format_seconds(self.seconds)} ({self.tokens_per_second:,.0f} tokens/s)"
         ]
-        if self.rows:
+        if self.rows and self.rank == 0:  # the others say one line
             lines.append(self._bottleneck())
         if self.skipped:
             reasons = sorted({str(entry["reason"]) for entry in self.skipped})

@@ -172,7 +172,7 @@ def test_macro_rows_alone_is_refused(folders, data, tmp_path):
 class Counting:
     """A target whose states are the ids; remembers how many batches it was given at once."""
 
-    device = torch.device("cpu")
+    device, one_shape = torch.device("cpu"), False
 
     def __init__(self, at_once: int):
         self.at_once, self.groups = at_once, []
