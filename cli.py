@@ -292,22 +292,34 @@ def doctor_command(model: str | None, as_json: bool, **loading: Any) -> None:
 
 @main.command()
 @_train_options
+@click.option(
+    "--dry-run", is_flag=True, help="Say what it takes of memory, disk and time; write nothing."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON at the end.")
-def train(config_file: Path | None, as_json: bool, **given: Any) -> None:
+def train(config_file: Path | None, dry_run: bool, as_json: bool, **given: Any) -> None:
     """Train a drafter from a cache; the target is never loaded.
 
     Writes checkpoints in the layout that z-lab's drafters have (model.safetensors, config.json),
-    the state to resume from, and metrics.jsonl.
+    the state to resume from, and metrics.jsonl. SIGTERM and Ctrl-C save first; --resume goes on
+    from there, bit for bit on as many ranks, with the same rows in each step on any other number.
+
+    On N GPUs of a machine: `torchrun --nproc-per-node N --no-python dflash train ...`; then
+    --accumulation, which counts over all ranks, is a multiple of N.
     """
     from dflash_train.config import TrainConfig
+    from dflash_train.dryrun import dry_run as look
     from dflash_train.trainer import train as run
 
     config = _config(TrainConfig, config_file, given)
-    summary = run(config, report=(lambda line: click.echo(line, err=True)) if as_json else _say)
-    if as_json:
+    say = (lambda line: click.echo(line, err=True)) if as_json else _say
+    if dry_run:
+        _show(look(config, report=say), as_json)
+        return
+    summary = run(config, report=say)
+    if as_json and summary.rank == 0:
         _print_json(summary.to_dict())
-    if summary.interrupted:
-        sys.exit(INTERRUPTED)
+    if summary.exit_code:
+        sys.exit(summary.exit_code)
 
 
 @main.command("eval")

@@ -78,10 +78,10 @@ class Shard:
         return next(iter(self.layouts.values())).shape[0]
 
     @property
-    def plain(self) -> bool:
-        """Whether each row of the states is the bytes of one file."""
+    def plain(self) -> ArrayLayout | None:
+        """The array of the states if each row of it is the bytes of one file, else None."""
         names = self.geometry.how.arrays
-        return len(names) == 1 and self.layouts[names[0]].plain
+        return self.layouts[names[0]] if len(names) == 1 and self.layouts[names[0]].plain else None
 
     # --- reading
 

@@ -129,13 +129,23 @@ def first_unused_token(target_dir: Path, vocab_size: int) -> int:
 
 
 def describe(
-    config: TrainConfig, cache: Cache, drafter: Drafter, *, rows: int, anchors: int, steps: int
+    config: TrainConfig,
+    cache: Cache,
+    drafter: Drafter,
+    *,
+    rows: int,
+    anchors: int,
+    steps: int,
+    world: int = 1,
 ) -> list[str]:
     """What is printed at the start: shape, schedule, and anchors per supervised token."""
     s, parameters = drafter.config, sum(p.numel() for p in drafter.parameters())
     sliding = s.layer_types.count("sliding_attention")
     windows = f", {sliding} sliding (window {s.sliding_window})" if sliding else ""
     gamma = config.gamma or default_gamma(s.block_size)
+    loss = "D-PACE" if config.loss == "dpace" else f"decay, gamma {gamma:g}"
+    each = config.accumulation // world
+    ranks = f" on {world} ranks, {each} x {config.batch_rows} rows each" if world > 1 else ""
     supervised = supervised_per_row(cache)
     per_token = f"{anchors / supervised:.3f}" if supervised else "no"
     return [
@@ -144,11 +154,11 @@ def describe(
         f"{s.num_key_value_heads} kv heads of {s.head_dim}; taps {list(s.target_layer_ids)}; "
         f"block {s.block_size}, mask token {s.mask_token_id}",
         f"cache: {rows:,} train rows of {cache.geometry.seq_len} tokens; {steps:,} steps of "
-        f"{config.rows_per_step} rows",
+        f"{config.rows_per_step} rows{ranks}",
         f"anchors: {anchors} a row, {per_token} per supervised token "
         f"({supervised:,.0f} supervised tokens a row in the first shard)",
         f"AdamW: lr {config.lr}, betas ({config.beta1}, {config.beta2}), weight decay "
-        f"{config.weight_decay}, warm-up {config.warmup}, clip {config.clip}, gamma {gamma:g}",
+        f"{config.weight_decay}, warm-up {config.warmup}, clip {config.clip}; loss: {loss}",
     ]
 
 

@@ -4,19 +4,21 @@
         model.safetensors    bf16, z-lab's names without a prefix, no embedding, no head
         config.json          z-lab's keys
         state.safetensors    fp32 masters and AdamW's moments
-        train_state.json     step, settings, identity of the cache, versions
-    OUT/drafter/             the last drafter: model.safetensors and config.json alone
+        train_state.json     step, settings, identity of the cache, versions, held-out tau if known
+    OUT/drafter/             the drafter of the run: model.safetensors and config.json alone
 
 Folders are written under a hidden name and renamed, so a name that exists is complete.
 """
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,14 @@ def save_drafter(folder: Path, drafter: Drafter) -> Path:
     """Write `drafter` in the z-lab layout, bf16, atomically; an existing folder is replaced."""
     with _replaced(folder) as staging:
         _write_drafter(staging, drafter)
+    return folder
+
+
+def copy_drafter(source: Path, folder: Path) -> Path:
+    """Write the drafter of checkpoint `source`, as `save_drafter` does."""
+    with _replaced(folder) as staging:
+        for name in ("model.safetensors", "config.json"):
+            shutil.copy(source / name, staging / name)
     return folder
 
 
@@ -92,10 +102,13 @@ def save_checkpoint(
     step: int,
     config: TrainConfig,
     identity: dict[str, Any],
+    tau: float | None = None,
 ) -> Path:
-    """Write `OUT/checkpoints/step-N` after `step` steps, then remove all but `keep_last`.
+    """Write `OUT/checkpoints/step-N` after `step` steps, then remove the ones not to be kept.
 
-    Copies to the host before casting, so it allocates nothing on the device.
+    Those are the `keep_last` newest and, unless `keep_best` is off, the `best_checkpoint`; `tau` is
+    the walked tau on the held-out rows at this very step, if it was measured. Copies to the host
+    before casting, so it allocates nothing on the device.
     """
     folder = out / "checkpoints" / f"step-{step:08d}"
     with _replaced(folder) as staging:
@@ -106,10 +119,13 @@ def save_checkpoint(
             "config": config.to_dict(),
             "cache": identity,
             "versions": {"torch": torch.__version__},
+            "heldout_tau_walk": None if tau is None or math.isnan(tau) else tau,
         }
         _write_json(staging / "train_state.json", state)
+    best = best_checkpoint(out) if config.keep_best else None
     for old in checkpoints(out)[: -config.keep_last]:
-        shutil.rmtree(old)
+        if best is None or old != best.folder:
+            shutil.rmtree(old)
     return folder
 
 
@@ -117,6 +133,26 @@ def checkpoints(out: Path) -> list[Path]:
     """The complete checkpoints of a run, oldest first."""
     found = [p for p in (out / "checkpoints").glob("step-*") if _STEP_NAME.fullmatch(p.name)]
     return sorted(found, key=lambda p: int(p.name.removeprefix("step-")))
+
+
+@dataclass(frozen=True)
+class Best:
+    """A checkpoint and the walked tau on the held-out rows that was measured at its step."""
+
+    folder: Path
+    step: int
+    tau: float
+
+
+def best_checkpoint(out: Path) -> Best | None:
+    """The checkpoint with the largest held-out tau, of equals the oldest; None if none has any."""
+    states = [(p, _read_json(p / "train_state.json")) for p in checkpoints(out)]
+    known = [
+        Best(p, int(state["step"]), state["heldout_tau_walk"])
+        for p, state in states
+        if state.get("heldout_tau_walk") is not None
+    ]
+    return max(known, key=lambda best: best.tau, default=None)
 
 
 def last_checkpoint(out: Path) -> Path:

@@ -56,7 +56,12 @@ class TrainConfig:
         None, "blocks sampled in a row, each step anew (default: one per 8 tokens)", binds=True
     )
     batch_rows: int = option(1, "rows of the cache in one forward", unit="rows", binds=True)
-    accumulation: int = option(1, "forwards summed into one optimizer step", binds=True)
+    accumulation: int = option(
+        1,
+        "forwards summed into one optimizer step, over all ranks: N ranks under torchrun do 1/N of "
+        "them each, so that a step has batch_rows x accumulation rows on any number of ranks",
+        binds=True,
+    )
     epochs: int = option(6, "passes over the cache, unless `steps` is given", binds=True)
     steps: int | None = option(
         None, "optimizer steps, instead of `epochs`", unit="steps", binds=True
@@ -70,9 +75,15 @@ class TrainConfig:
         0.04, "share of the steps with a rising learning rate, before the cosine", binds=True
     )
     clip: float = option(1.0, "largest global gradient norm", binds=True)
+    loss: str = option(
+        "decay",
+        "weights of a block's slots: decay (fixed, see gamma) or dpace (by what the drafter's own "
+        "probabilities say of the accepted length)",
+        binds=True,
+    )
     gamma: float | None = option(
         None,
-        "decay of the loss weights over a block's slots (default: 7/5/4 for 16/10/8 slots)",
+        "decay of the weights over a block's slots (default: 7/5/4 for 16/10/8 slots)",
         binds=True,
     )
     seed: int = option(0, "seed of weights, order of rows and anchors", binds=True)
@@ -87,6 +98,11 @@ class TrainConfig:
         unit="steps",
     )
     keep_last: int = option(2, "checkpoints kept, older ones are removed", unit="checkpoints")
+    keep_best: bool = option(
+        True,
+        "keep the checkpoint with the best held-out tau (walk) as well, saved when an evaluation "
+        "finds it, and write its drafter to OUT/drafter; else that of the last step",
+    )
     resume: bool = option(False, "continue the run in `out` from its last checkpoint")
     log_every: int = option(10, "steps between log lines", unit="steps")
 
@@ -95,6 +111,11 @@ class TrainConfig:
         "auto", "bf16 or fp32 arithmetic, weights are fp32 masters (auto: bf16 on CUDA)", binds=True
     )
     verify: str = option("first", "check a row's checksum when read: always, first or off")
+    io: str = option(
+        "buffered",
+        "how train rows are read: buffered, or direct, past the page cache (a cache larger than "
+        "memory)",
+    )
     strict: bool = option(
         False, "stop when a step after the warm-up recompiles, allocates or synchronises"
     )
@@ -108,6 +129,8 @@ class TrainConfig:
             raise UsageError(
                 f"sliding_layers is {self.sliding_layers} without a window: give sliding_window"
             )
+        if self.loss == "dpace" and self.gamma is not None:
+            raise UsageError(f"loss dpace has no gamma (here {self.gamma}): leave one of them out")
 
     @property
     def rows_per_step(self) -> int:
@@ -157,7 +180,9 @@ _RANGES: dict[str, Range] = {
     "lr": above_zero,
     "clip": above_zero,
     "gamma": above_zero,
+    "loss": one_of("decay", "dpace"),
     "precision": one_of("auto", "bf16", "fp32"),
     "verify": one_of("always", "first", "off"),
+    "io": one_of("buffered", "direct"),
     "device": device_name,
 }

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 _TINY = 1e-6
+DPACE_FLOOR = 0.5  # the share of each probability that the product takes as given
 
 
 def default_gamma(block_size: int) -> float:
@@ -21,6 +22,19 @@ def decay_weights(block_size: int, gamma: float, device: torch.device | str = "c
     return torch.exp(-step / gamma)
 
 
+def dpace_weights(nll: Tensor, valid: Tensor, floor: float = DPACE_FLOOR) -> Tensor:
+    """Weight of each slot: how much of the expected accepted length hangs on it (arXiv 2605.18810).
+
+    With q = (1 - floor) * exp(-nll) + floor, the expected length is the sum over m of the product
+    of q_1..q_m; its derivative by log q_j, the sum over m >= j, is the weight of slot j. Slots that
+    are not valid count 1 in the products and 0 in the sums. `nll`, `valid` (0 or 1) and the result
+    are float `[..., K-1]`; none carries a gradient.
+    """
+    sure = (1 - floor) * torch.exp(-nll) + floor
+    reach = torch.where(valid > 0, sure, 1.0).cumprod(-1) * valid
+    return reach.flip(-1).cumsum(-1).flip(-1) * valid
+
+
 def linear_cross_entropy(
     hidden: Tensor,
     head: Tensor,
@@ -28,6 +42,8 @@ def linear_cross_entropy(
     weights: Tensor,
     denominator: Tensor,
     chunk: int | None = None,
+    *,
+    dpace_slots: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """sum(weights * nll) / denominator, with nll the cross-entropy of softmax(hidden @ head.T).
 
@@ -42,25 +58,36 @@ def linear_cross_entropy(
         weights: float `[M]`, 0 for tokens that do not count.
         denominator: 0-d tensor, the sum of weights over the global batch; kept away from 0.
         chunk: tokens whose logits exist at once; by default about an eighth of M, 1024 to 4096.
+        dpace_slots: if given, `weights` only say which tokens count (0 or 1), each run of so many
+            tokens is a block, and `dpace_weights` weigh it. Chunks are then cut between blocks, so
+            that a chunk's own nll gives its weights before its gradient: no second pass.
 
     Returns:
         loss 0-d; nll `[M]`; correct bool `[M]`, whether the label has the largest logit. The last
         two carry no gradient.
     """
     return _LinearCrossEntropy.apply(
-        hidden, head, labels, weights, denominator, chunk or _chunk(hidden.shape[0])
+        hidden,
+        head,
+        labels,
+        weights,
+        denominator,
+        chunk or chunk_size(hidden.shape[0]),
+        dpace_slots,
     )
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, head, labels, weights, denominator, chunk):
+    def forward(ctx, hidden, head, labels, weights, denominator, chunk, slots):
         scale = weights / denominator.clamp(min=_TINY)  # [M]
-        pieces = [
-            _piece(hidden[i : i + chunk], head, labels[i : i + chunk], scale[i : i + chunk])
-            for i in range(0, hidden.shape[0], chunk)
-        ]
-        nll, correct, grad = (torch.cat(part) for part in zip(*pieces, strict=True))
+        if slots is not None:
+            chunk = max(1, chunk // slots) * slots
+        pieces = []
+        for i in range(0, hidden.shape[0], chunk):
+            part = slice(i, i + chunk)
+            pieces.append(_piece(hidden[part], head, labels[part], scale[part], slots))
+        nll, correct, grad, scale = (torch.cat(part) for part in zip(*pieces, strict=True))
         ctx.save_for_backward(grad)
         ctx.mark_non_differentiable(nll, correct)
         return (nll * scale).sum(), nll, correct
@@ -68,23 +95,27 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         (grad,) = ctx.saved_tensors
-        return (grad * grads[0]).to(grad.dtype), None, None, None, None, None
+        return (grad * grads[0]).to(grad.dtype), *[None] * 6
 
 
 def _piece(
-    hidden: Tensor, head: Tensor, labels: Tensor, scale: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """nll, correct, and the gradient of sum(scale * nll) of `[m, D]` tokens."""
+    hidden: Tensor, head: Tensor, labels: Tensor, scale: Tensor, slots: int | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """nll, correct, the gradient of sum(scale * nll) of `[m, D]` tokens, and that scale `[m]`."""
     logits = hidden @ head.T  # [m, V]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     total = torch.logsumexp(logits, dim=1, keepdim=True)  # [m, 1]
     nll = (total - logits.gather(1, labels[:, None])).squeeze(1)
+    if slots is not None:
+        valid = (scale > 0).to(nll.dtype).view(-1, slots)
+        scale = scale * dpace_weights(nll.view(-1, slots), valid).view(-1)
     place = torch.arange(head.shape[0], device=head.device)
     wrong = torch.exp(logits - total) - (place == labels[:, None]).to(logits.dtype)
     grad = (wrong * scale[:, None]).to(hidden.dtype) @ head
-    return nll, logits.argmax(dim=1) == labels, grad
+    return nll, logits.argmax(dim=1) == labels, grad, scale
 
 
-def _chunk(tokens: int) -> int:
+def chunk_size(tokens: int) -> int:
+    """Tokens whose logits exist at once, for `tokens` in all."""
     eighth = math.ceil(tokens / 8 / 128) * 128
     return min(4096, max(1024, eighth))

@@ -13,17 +13,21 @@ from dflash_cache.errors import DataError
 from dflash_train.config import TrainConfig
 from dflash_train.drafter import DrafterConfig
 from dflash_train.meter import Clock, Reading, memory_bytes, peak_flops, step_flops
-from dflash_train.tally import StepReport
+from dflash_train.tally import MAX_SKIPPED, StepReport
 from dflash_train.teacher_forced import Acceptance
-
-MAX_SKIPPED = 10  # non-finite steps in a row that stop a run
 
 
 class MetricsFile:
     """`metrics.jsonl`: one JSON object a line, each with its `kind`; not-a-number becomes null."""
 
-    def __init__(self, path: Path, *, keep_until: int | None = None):
-        """Starts anew, or keeps the lines up to step `keep_until` of the run that is resumed."""
+    def __init__(self, path: Path | None, *, keep_until: int | None = None):
+        """Starts anew, or keeps the lines up to step `keep_until` of the run that is resumed.
+
+        Without a path (on all ranks but the first) nothing is written.
+        """
+        self.path = path
+        if path is None:
+            return
         lines = []
         if keep_until is not None and path.is_file():
             lines = [
@@ -33,10 +37,11 @@ class MetricsFile:
             ]
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-        self.path = path
 
     def write(self, kind: str, content: Any) -> None:
         """Append a mapping or dataclass; each line is flushed, so a kill loses none."""
+        if self.path is None:
+            return
         fields = content if isinstance(content, dict) else asdict(content)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"kind": kind, **_finite(fields)}) + "\n")
@@ -66,6 +71,7 @@ class RunLog:
     steps: int
     anchors: int
     seq_len: int
+    world: int = 1
     last: StepReport = field(default_factory=lambda: NOTHING)
 
     def step(self, step: int, lr: float, counted: StepReport) -> None:
@@ -91,8 +97,8 @@ class RunLog:
         if counted.longest_skip >= MAX_SKIPPED:
             raise DataError(
                 f"{counted.longest_skip} steps in a row up to step {step} had a loss or gradient "
-                f"that is not finite, the last one on rows {counted.bad_rows} of the cache: run "
-                "`dflash inspect-shard` on their shards, or lower the learning rate"
+                f"that is not finite, the last {MAX_SKIPPED} on rows {counted.bad_rows} of the "
+                "cache: run `dflash inspect-shard` on their shards, or lower the learning rate"
             )
 
     def _mfu(self, context: float, seconds: float) -> float | None:
@@ -107,7 +113,7 @@ class RunLog:
             anchors=self.anchors,
             context=context,
         )
-        return flops / seconds / peak
+        return flops / seconds / (peak * self.world)
 
     def evaluation(self, step: int, acceptance: Acceptance) -> None:
         self.report(f"step {step}/{self.steps} | {acceptance.line()}")

@@ -2,7 +2,7 @@
 
 import gc
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -131,8 +131,18 @@ class Steady:
         if self.strict:
             raise SteadyError(sentence)
 
-    def summary(self) -> str:
-        """The line that ends a run."""
+    def add_others(self, total: Callable[[Sequence[int]], list[int]]) -> None:
+        """Make the counts those of all ranks, at the end; `total` sums numbers over them."""
+        c = self.counts
+        c.recompiles, c.device_allocations, c.syncs = total(
+            [c.recompiles, c.device_allocations, c.syncs]
+        )
+
+    def summary(self, world: int = 1) -> str:
+        """The line that ends a run; `counts` are sums over `world` ranks then, but for `steps`."""
+        return self._line() + (f", all {world} ranks together" if world > 1 else "")
+
+    def _line(self) -> str:
         c = self.counts
         if not self.armed:
             return "the run ended within the warm-up: nothing was counted"

@@ -19,6 +19,7 @@ from dflash_train.attention import Masks, build_masks
 from dflash_train.config import TrainConfig
 from dflash_train.drafter import Drafter, DrafterConfig
 from dflash_train.loss import decay_weights, default_gamma, linear_cross_entropy
+from dflash_train.ranks import Ranks
 from dflash_train.rows import Batch
 from dflash_train.tally import Counters, StepReport, tally_of
 
@@ -67,7 +68,8 @@ class TrainStep:
     `codec` decodes the cache's states (default: bf16's). Gradients of
     `accumulation` batches are summed unscaled; the fused update divides by the sum of
     the weights of all of them and by the clip factor (its `grad_scale`), and leaves everything as
-    it was when loss or norm are not finite (its `found_inf`).
+    it was when loss or norm are not finite (its `found_inf`). Of `ranks` each does its share of
+    the batches; sums, norm and so the update are the same on all.
     """
 
     def __init__(
@@ -78,7 +80,10 @@ class TrainStep:
         *,
         anchors: int,
         codec: Codec | None = None,
+        ranks: Ranks | None = None,
     ):
+        self.ranks = ranks or Ranks()
+        self.turns = self.ranks.share(config.accumulation)
         self.codec = codec or Codec()
         self.drafter, self.frozen, self.config, self.anchors = drafter, frozen, config, anchors
         parameter = next(drafter.parameters())
@@ -86,6 +91,7 @@ class TrainStep:
         slots = drafter.config.block_size
         gamma = config.gamma or default_gamma(slots)
         self.decay = decay_weights(slots, gamma).to(device, torch.float32)  # [K-1]
+        self.dpace = config.loss == "dpace"
         self.seed = torch.tensor(config.seed, device=device)
         self.one = torch.ones((), device=device)
         self.lr = torch.tensor(config.lr, device=device)
@@ -98,15 +104,16 @@ class TrainStep:
         )
         self.optimizer.grad_scale = torch.ones((), device=device)  # type: ignore[attr-defined]
         self.optimizer.found_inf = torch.zeros((), device=device)  # type: ignore[attr-defined]
-        self._counters = Counters(slots - 1, config, device)
+        rows = torch.zeros(self.turns, config.batch_rows, dtype=torch.int64, device=device)
+        self._counters = Counters(slots - 1, rows)
         self.forward = self._forward
         if device.type == "cuda":
             self.forward = torch.compile(self._forward, dynamic=False, fullgraph=True)
 
     def run(self, stream: Iterator[Batch], lr: float) -> None:
-        """One optimizer step over the next `accumulation` batches; queues work, waits for none."""
+        """One optimizer step over this rank's next `turns` batches; queues work, waits for none."""
         self._counters.begin()
-        for turn in range(self.config.accumulation):
+        for turn in range(self.turns):
             batch = next(stream)
             blocks, masks = self.prepare(batch)
             states = self.codec.decode(batch.states, batch.scales)
@@ -117,8 +124,8 @@ class TrainStep:
         self._update()
 
     def report(self) -> StepReport:
-        """Read and reset the counters; waits for the device."""
-        return self._counters.read()
+        """Read and reset the counters; waits for the device. All ranks must come here together."""
+        return self._counters.read(self.ranks)
 
     @torch.no_grad()
     def prepare(self, batch: Batch) -> tuple[DraftInputs, Masks]:
@@ -132,23 +139,34 @@ class TrainStep:
     def _forward(
         self, states: Tensor, position: Tensor, blocks: DraftInputs, masks: Masks
     ) -> tuple[Tensor, Tensor]:
-        """Sum of weight * nll (not yet averaged), and the flat Tally; states [B, S, T, D]."""
+        """Sum of weight * nll (not yet averaged), and the flat Tally; states [B, S, T, D].
+
+        What it is divided by later: the sum of the weights, but with D-PACE the number of valid
+        anchors, since its weights are what a slot is worth.
+        """
         hidden = hidden_of_slots(self.drafter, self.frozen.embed, states, position, blocks, masks)
-        weights = blocks.weights_valid * self.decay  # [B, N, K-1]
+        weights = blocks.weights_valid  # [B, N, K-1]
+        if not self.dpace:
+            weights = weights * self.decay
         loss, _, correct = linear_cross_entropy(
             hidden.reshape(-1, hidden.shape[-1]),
             self.frozen.head,
             blocks.labels.reshape(-1),
             weights.reshape(-1),
             self.one,
+            dpace_slots=weights.shape[-1] if self.dpace else None,
         )
-        tally = tally_of(loss, weights, correct.view_as(weights), blocks)
+        weight = blocks.valid_anchor if self.dpace else weights
+        tally = tally_of(loss, weight, correct.view_as(weights), blocks)
         return loss, tally.flat()
 
     def _update(self) -> None:
-        gradients = [p.grad for p in self.drafter.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
         counters, optimizer = self._counters, self.optimizer
+        gradients = [p.grad for p in self.drafter.parameters() if p.grad is not None]
+        self.ranks.sum_(gradients)
+        self.ranks.sum_([counters.this_step])
+        norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
+        self.ranks.from_first_([norm])  # one verdict and one clip factor, to the bit
         weight = counters.step_weight().float().clamp(min=1e-6)
         norm = norm / weight
         clip = (norm / self.config.clip).clamp(min=1.0)

@@ -47,6 +47,9 @@ def mix(value: np.ndarray | np.uint64) -> np.ndarray:
 class RowStream:
     """Iterates `Batch`es: batch t holds positions [t*G, (t+1)*G) of `RowOrder`, endlessly.
 
+    Of several ranks each takes every `world`-th batch: number t is batch t * world + rank then, so
+    that `world` ranks together read what one does alone.
+
     A batch is lent until the next one is asked for; on CUDA that call records, on the caller's
     current stream, that its work on the batch (the backward included) has been queued. Rows are
     read in the calling thread until `start()` hands that to a loader thread: whatever compiles
@@ -62,12 +65,17 @@ class RowStream:
         seed: int,
         device: torch.device | str,
         verify: str = "first",
+        direct: bool = False,
         start_step: int = 0,
+        rank: int = 0,
+        world: int = 1,
     ):
         if not rows:
             raise DataError(f"{cache.path} has no rows to read: extract more documents")
         self.step, self.batch_rows = start_step, batch_rows
-        self.order, self.reader = RowOrder(rows, seed), RowReader(cache, verify=verify)
+        self.rank, self.world = rank, world
+        self.order = RowOrder(rows, seed)
+        self.reader = RowReader(cache, verify=verify, direct=direct)
         self.device = torch.device(device)
         cuda = self.device.type == "cuda"
         self.lane = _CudaLane(self.device) if cuda else None
@@ -151,7 +159,7 @@ class RowStream:
 
     def _load(self, step: int) -> tuple[int, ...]:
         """Fill slot `step % RING`, which the consumer has given back."""
-        slot, first = step % RING, step * self.batch_rows
+        slot, first = step % RING, (step * self.world + self.rank) * self.batch_rows
         places = [self.order.at(first + i) for i in range(self.batch_rows)]
         rows, epochs = tuple(row for row, _ in places), [epoch for _, epoch in places]
         if self.lane:

@@ -7,16 +7,19 @@ import torch
 from torch import Tensor
 
 from dflash_train.anchors import DraftInputs
-from dflash_train.config import TrainConfig
+from dflash_train.ranks import Ranks
+
+MAX_SKIPPED = 10  # non-finite steps in a row that stop a run
 
 
 @dataclass(frozen=True)
 class Tally:
     """What a forward counts, all float64 and summed over its blocks; P = K-1 positions.
 
-    loss: sum of weight * nll; weight: sum of weights; blocks: blocks with all P labels supervised;
-    accepted: their leading correct slots; context: sum of the context lengths of valid anchors;
-    anchors: valid anchors; right, labels [P]: correct and supervised slots by position.
+    loss: sum of weight * nll; weight: what divides it, the sum of weights or the number of valid
+    anchors; blocks: blocks with all P labels supervised; accepted: their leading correct slots;
+    context: sum of the context lengths of valid anchors; anchors: valid anchors; right, labels [P]:
+    correct and supervised slots by position.
     """
 
     loss: Tensor
@@ -36,7 +39,8 @@ class Tally:
 
 @dataclass(frozen=True)
 class StepReport:
-    """Averages over the steps since the last report, on the host."""
+    """Averages over the steps since the last report, on the host; since the start of the session
+    the steps skipped, at most in a row, and the rows of the last MAX_SKIPPED of them."""
 
     loss: float
     tau: float
@@ -53,8 +57,8 @@ def accepted_length(correct: Tensor, valid: Tensor) -> Tensor:
     return (correct.float() * valid).cumprod(-1).sum(-1)
 
 
-def tally_of(loss: Tensor, weights: Tensor, correct: Tensor, blocks: DraftInputs) -> Tally:
-    """Count blocks: weights and correct [B, N, K-1], `loss` the sum of weight * nll."""
+def tally_of(loss: Tensor, weight: Tensor, correct: Tensor, blocks: DraftInputs) -> Tally:
+    """Count blocks: correct [B, N, K-1]; `loss` is to be divided by the sum of `weight`."""
     valid = blocks.weights_valid
     full = valid[..., -1]  # cumulative, so the last one tells whether all are supervised
     right = correct.float() * valid
@@ -62,7 +66,7 @@ def tally_of(loss: Tensor, weights: Tensor, correct: Tensor, blocks: DraftInputs
     double = torch.float64
     return Tally(
         loss=loss.detach().to(double),
-        weight=weights.sum(dtype=double),
+        weight=weight.sum(dtype=double),
         blocks=full.sum(dtype=double),
         accepted=(accepted_length(correct, valid) * full).sum(dtype=double),
         context=length.sum(dtype=double),
@@ -73,18 +77,21 @@ def tally_of(loss: Tensor, weights: Tensor, correct: Tensor, blocks: DraftInputs
 
 
 class Counters:
-    """Sums of Tally on the device, and what is known of skipped steps; read at log steps only."""
+    """Sums of Tally on the device, and what is known of skipped steps; read at log steps only.
 
-    def __init__(self, positions: int, config: TrainConfig, device: torch.device):
-        self.positions = positions
+    `rows` int64 [turns, G] is memory for the ids of a step's rows, on the device.
+    """
+
+    def __init__(self, positions: int, rows: Tensor):
+        self.positions, device = positions, rows.device
         width = 6 + 2 * positions
         self.sums = torch.zeros(width, dtype=torch.float64, device=device)
         self.this_step = torch.zeros_like(self.sums)
         # sum of gradient norms, steps that counted, skipped, skipped in a row now, at most
         self.steps = torch.zeros(5, dtype=torch.float64, device=device)
-        shape = (config.accumulation, config.batch_rows)
-        self.rows = torch.zeros(shape, dtype=torch.int64, device=device)
-        self.bad_rows = torch.zeros_like(self.rows)
+        self.rows = rows
+        self.bad_rows = rows.new_zeros(MAX_SKIPPED, *rows.shape)  # a ring of skipped steps
+        self.place = torch.arange(MAX_SKIPPED, device=device)
 
     def begin(self) -> None:
         self.this_step.zero_()
@@ -101,7 +108,8 @@ class Counters:
         finite = torch.isfinite(norm) & torch.isfinite(self.this_step[0])
         bad = (~finite).double()
         self.sums += torch.where(finite, self.this_step, 0.0)
-        self.bad_rows.copy_(torch.where(finite, self.bad_rows, self.rows))
+        here = ~finite & (self.place == self.steps[2] % MAX_SKIPPED)
+        self.bad_rows.copy_(torch.where(here[:, None, None], self.rows, self.bad_rows))
         streak = (self.steps[3] + bad) * bad
         longest = torch.maximum(self.steps[4], streak)
         self.steps[0] += torch.where(finite, norm.double(), 0.0)
@@ -111,10 +119,11 @@ class Counters:
         self.steps[4] = longest
         return bad
 
-    def read(self) -> StepReport:
+    def read(self, ranks: Ranks) -> StepReport:
         loss, weight, blocks, accepted, context, anchors, *by_position = self.sums.tolist()
         norms, counted, skipped, _, longest = self.steps.tolist()
         right, labels = by_position[: self.positions], by_position[self.positions :]
+        bad = self.bad_rows[: min(int(skipped), MAX_SKIPPED)]
         self.sums.zero_()
         self.steps[:2].zero_()
         return StepReport(
@@ -125,7 +134,7 @@ class Counters:
             context=_ratio(context, anchors),
             skipped=int(skipped),
             longest_skip=int(longest),
-            bad_rows=self.bad_rows.flatten().tolist() if skipped else [],
+            bad_rows=sorted(set(ranks.all_of(bad))) if skipped else [],
         )
 
 

@@ -4,15 +4,14 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from types import FrameType
-from typing import Any
+
+import torch
 
 from dflash_cache.cache import Cache, load_frozen
 from dflash_cache.devices import choose_device
 from dflash_cache.durable import check_creatable
 from dflash_cache.errors import DataError, UsageError
+from dflash_cache.stopping import StopSignals
 from dflash_train.build import (
     build_drafter,
     check_cache,
@@ -24,56 +23,48 @@ from dflash_train.checkpoint import (
     cache_identity,
     last_checkpoint,
     resume,
-    save_checkpoint,
-    save_drafter,
 )
 from dflash_train.config import TrainConfig
+from dflash_train.keeping import Saver, export_drafter
 from dflash_train.meter import Clock
+from dflash_train.ranks import Ranks
+from dflash_train.rows import choose_io
 from dflash_train.runlog import MetricsFile, RunLog
-from dflash_train.steady import Steady, SteadyCounts
+from dflash_train.steady import Steady
 from dflash_train.step import TrainStep, learning_rate
 from dflash_train.stream import RowStream
-from dflash_train.teacher_forced import Acceptance, TeacherForced
+from dflash_train.teacher_forced import TeacherForced
+from dflash_train.train_summary import TrainSummary, say_end
 
 SETTLE_LIMIT = 100  # steps after which the promise holds even if the allocator still moves
 
 
-@dataclass(frozen=True)
-class TrainSummary:
-    """How a run ended. `drafter` is the exported folder, None if the run was interrupted;
-    `checkpoint` the last one; `acceptance` None without held-out rows; `tokens` are the context
-    tokens (rows x S) of this session's steps."""
-
-    step: int
-    steps: int
-    interrupted: bool
-    loss: float
-    tau: float
-    skipped: int
-    tokens: int
-    seconds: float
-    acceptance: Acceptance | None
-    steady: SteadyCounts
-    steady_line: str
-    checkpoint: Path
-    drafter: Path | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """For `--json` and metrics.jsonl."""
-        plain = replace(self, acceptance=None)
-        fields = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(plain).items()}
-        return {**fields, "acceptance": asdict(self.acceptance) if self.acceptance else None}
-
-
 def train(config: TrainConfig, report: Callable[[str], None] = print) -> TrainSummary:
-    """Train a drafter from `config.cache` into `config.out`.
+    """Train a drafter from `config.cache` into `config.out`; under torchrun with all its ranks.
+
+    SIGTERM and Ctrl-C end it after the step in flight, with a checkpoint; before the first step, or
+    a second time, at once (`Terminated` or KeyboardInterrupt).
 
     Raises UsageError for settings that do not fit, DataError for a damaged cache, another cache
-    than the one resumed, or 10 non-finite steps in a row, and SteadyError with `strict`.
+    than the one resumed, 10 non-finite steps in a row or a rank that is gone, and SteadyError with
+    `strict`.
     """
-    _refuse_existing_run(config)
-    check_creatable(config.out)
     device = choose_device(config.device)
+    with StopSignals() as stop, Ranks.join(device, config.device) as ranks:
+        return _train(config, device, ranks, stop, report if ranks.first else _quiet)
+
+
+def _train(
+    config: TrainConfig,
+    device: torch.device,
+    ranks: Ranks,
+    stop: StopSignals,
+    report: Callable[[str], None],
+) -> TrainSummary:
+    if ranks.first:
+        _refuse_existing_run(config)
+        check_creatable(config.out)
+    ranks.share(config.accumulation)
     cache = Cache.open(config.cache)
     notes = check_cache(cache)
     rows, heldout = cache.rows("train"), cache.rows("heldout")[: config.heldout_rows_limit]
@@ -83,24 +74,32 @@ def train(config: TrainConfig, report: Callable[[str], None] = print) -> TrainSu
     drafter = build_drafter(config, cache, frozen, device)
     anchors = pick_anchors(config, cache.geometry.seq_len)
     steps = config.steps or -(-config.epochs * len(rows) // config.rows_per_step)
-    notes += describe(config, cache, drafter, rows=len(rows), anchors=anchors, steps=steps)
+    notes += describe(
+        config, cache, drafter, rows=len(rows), anchors=anchors, steps=steps, world=ranks.world
+    )
     if not heldout:
         notes.append("no held-out rows in the cache: the run reports the training tau only")
-    for line in notes:
+    direct, refused = choose_io(config.io, cache, rows[0])
+    for line in notes + refused:
         report(line)
 
-    train_step = TrainStep(drafter, frozen, config, anchors=anchors, codec=cache.codec(device))
+    codec = cache.codec(device)
+    train_step = TrainStep(drafter, frozen, config, anchors=anchors, codec=codec, ranks=ranks)
     identity = cache_identity(cache, rows)
+    ranks.check_same(f"train rows in {config.cache}", identity["train_rows_digest"])
     first = 0
     if config.resume:
         folder = last_checkpoint(config.out)
         first = resume(folder, drafter, train_step.optimizer, config=config, identity=identity)
         report(f"resumed from {folder} at step {first}")
-    metrics = MetricsFile(config.out / "metrics.jsonl", keep_until=first if config.resume else None)
-    metrics.write("start", {"step": first, "config": config.to_dict(), "cache": identity})
+    ranks.check_same(f"checkpoints in {config.out}", f"{first:x}")
+    ranks.from_first_(drafter.parameters())
+    path = config.out / "metrics.jsonl" if ranks.first else None
+    metrics = MetricsFile(path, keep_until=first if config.resume else None)
+    begun = {"step": first, "world": ranks.world, "config": config.to_dict(), "cache": identity}
+    metrics.write("start", begun)
 
     with ExitStack() as stack:
-        stop = stack.enter_context(StopSignal(report))
         steady = stack.enter_context(closing(Steady(device, strict=config.strict)))
         stream = RowStream(
             cache,
@@ -109,11 +108,14 @@ def train(config: TrainConfig, report: Callable[[str], None] = print) -> TrainSu
             seed=config.seed,
             device=device,
             verify=config.verify,
-            start_step=first * config.accumulation,
+            direct=direct,
+            start_step=first * train_step.turns,
+            rank=ranks.rank,
+            world=ranks.world,
         )
         stack.enter_context(closing(stream))
         evaluation = None
-        if heldout:
+        if heldout and ranks.first:  # the others wait for it at the end of the next step
             evaluation = TeacherForced(
                 drafter, frozen, cache, heldout, anchors=anchors, verify=config.verify
             )
@@ -129,9 +131,11 @@ def train(config: TrainConfig, report: Callable[[str], None] = print) -> TrainSu
             steps=steps,
             anchors=anchors,
             seq_len=cache.geometry.seq_len,
+            world=ranks.world,
         )
-        save = _Saver(config, train_step, identity)
-        started, done, acceptance = time.perf_counter(), first, None
+        save = Saver(config, train_step, identity)
+        stop.defer()
+        started, done, acceptance, received = time.perf_counter(), first, None, 0
 
         for step in range(first, steps):
             lr = learning_rate(step, steps=steps, peak=config.lr, warmup=config.warmup)
@@ -139,6 +143,9 @@ def train(config: TrainConfig, report: Callable[[str], None] = print) -> TrainSu
                 train_step.run(stream, lr)
             done = step + 1
             clock.steps += 1
+            received = ranks.largest(stop.received or 0)  # so that all stop after the same step
+            if received:
+                report(f"{signal.Signals(received).name}: saving after step {done}")
 
             # Everything that compiles or reserves memory happens once before the loader starts.
             if done - first == config.warmup_steps:
@@ -159,11 +166,12 @@ def train(config: TrainConfig, report: Callable[[str], None] = print) -> TrainSu
             if evaluation and _due(done, config.eval_every, steps):
                 with clock.excluded():
                     acceptance = evaluation.run()
+                    save.measured(done, acceptance.tau_walk)
                 log.evaluation(done, acceptance)
-            if _due(done, config.checkpoint_every, steps) or stop.requested:
+            if _due(done, config.checkpoint_every, steps) or received:
                 with clock.excluded():
                     save(done)
-            if stop.requested:
+            if received:
                 break
 
         interrupted = done < steps
@@ -173,12 +181,19 @@ def train(config: TrainConfig, report: Callable[[str], None] = print) -> TrainSu
                 f"is no drafter: check {config.cache} with `dflash inspect-shard`, lower lr"
             )
         if done == first:  # resumed after the last step
+            if evaluation:
+                acceptance = evaluation.run()
+                save.measured(done, acceptance.tau_walk)
             save(done)
-            acceptance = evaluation.run() if evaluation else None
+        exported = None if interrupted or not ranks.first else export_drafter(config, drafter, done)
+        steady.add_others(ranks.total)
         summary = TrainSummary(
             step=done,
             steps=steps,
+            rank=ranks.rank,
+            world=ranks.world,
             interrupted=interrupted,
+            exit_code=128 + received if received and interrupted else 0,
             loss=log.last.loss,
             tau=log.last.tau,
             skipped=log.last.skipped,
@@ -186,12 +201,17 @@ def train(config: TrainConfig, report: Callable[[str], None] = print) -> TrainSu
             seconds=time.perf_counter() - started,
             acceptance=acceptance,
             steady=steady.counts,
-            steady_line=steady.summary(),
+            steady_line=steady.summary(ranks.world),
             checkpoint=save.last,
-            drafter=None if interrupted else save_drafter(config.out / "drafter", drafter),
+            drafter=exported[0] if exported else None,
+            drafter_step=exported[1] if exported else None,
         )
-    _say_end(summary, metrics, report, steady.first_violation)
+    say_end(summary, metrics, report, steady.first_violation)
     return summary
+
+
+def _quiet(_: str) -> None:
+    """The report of every rank but the first."""
 
 
 def _due(step: int, every: int, steps: int) -> bool:
@@ -206,64 +226,3 @@ def _refuse_existing_run(config: TrainConfig) -> None:
             f"{config.out} holds a run already ({', '.join(found)}): give --resume to continue it, "
             "or another --out"
         )
-
-
-class StopSignal:
-    """Turns SIGTERM and the first Ctrl-C into `requested`; a second Ctrl-C interrupts at once."""
-
-    def __init__(self, report: Callable[[str], None]):
-        self.report, self.requested = report, False
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> "StopSignal":
-        try:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._handle)
-        except ValueError:  # not the main thread, which alone may set handlers
-            self._before.clear()
-        return self
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.requested = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        self.report(f"{signal.Signals(number).name}: saving after this step")
-
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-
-class _Saver:
-    """Writes the checkpoint of a step, once."""
-
-    def __init__(self, config: TrainConfig, train_step: TrainStep, identity: dict[str, Any]):
-        self.config, self.train_step, self.identity = config, train_step, identity
-        self.last = Path()
-
-    def __call__(self, step: int) -> None:
-        if self.last.name.endswith(f"{step:08d}"):
-            return
-        self.last = save_checkpoint(
-            self.config.out,
-            self.train_step.drafter,
-            self.train_step.optimizer,
-            step=step,
-            config=self.config,
-            identity=self.identity,
-        )
-
-
-def _say_end(
-    summary: TrainSummary, metrics: MetricsFile, report: Callable[[str], None], violation: str
-) -> None:
-    report(summary.steady_line)
-    if violation:
-        report(f"first: {violation}")
-    if summary.interrupted:
-        report(
-            f"stopped at step {summary.step} of {summary.steps} on request; saved "
-            f"{summary.checkpoint}; --resume continues there"
-        )
-    else:
-        report(f"drafter: {summary.drafter} after {summary.step} steps")
-    metrics.write("summary", summary.to_dict())

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -18,6 +19,7 @@ from dflash_train.build import first_unused_token
 from dflash_train.checkpoint import load_drafter
 from dflash_train.config import TrainConfig
 from dflash_train.meter import step_flops
+from dflash_train.stream import RowOrder
 from dflash_train.trainer import train
 from tests.tiny_cache import make_cache
 
@@ -138,6 +140,7 @@ def test_a_signal_saves_and_ends_with_a_sentence(
     assert summary.checkpoint.name in ("step-00000004", "step-00000005")
     assert "on request; saved" in told[-1]
     assert "--resume continues there" in told[-1]
+    assert summary.exit_code == 128 + number
     assert signal.getsignal(number) is not None
 
 
@@ -173,8 +176,12 @@ def test_ten_steps_that_are_not_finite_stop_the_run_with_their_rows(tmp_path: Pa
         chunk = shard.path / "states" / f"c.{inside}.0.0.0"
         chunk.write_bytes(b"\xc0\x7f" * (chunk.stat().st_size // 2))  # bf16 NaN
     settings = config(cache, tmp_path / "o", steps=20, verify="off")
-    with pytest.raises(DataError, match=r"10 steps in a row up to step 10 .* rows \[\d+\]"):
+    with pytest.raises(DataError, match=r"10 steps in a row up to step 10 ") as failed:
         train(settings, quiet)
+    named = re.search(r"the last 10 on rows (\[.*?\]) of the cache", str(failed.value))
+    order = RowOrder(cache.rows("train"), settings.seed)
+    assert named
+    assert json.loads(named[1]) == sorted({order.at(position)[0] for position in range(10)})
 
 
 def test_a_damaged_row_reaches_the_user_through_the_loader(tmp_path: Path):
