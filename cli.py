@@ -24,10 +24,26 @@ from dflash_cache.options import build, read_yaml
 # torch is first imported, which the commands do later, so that `--help` answers at once.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-console = Console(highlight=False, soft_wrap=True)
+BROKEN_PIPE = 141  # as a shell has it: 128 + SIGPIPE
 INTERRUPTED = 130  # as a shell has it: 128 + SIGINT
 PATH = click.Path(path_type=Path)
 EXISTING = click.Path(exists=True, path_type=Path)
+
+
+def _end_quietly() -> None:
+    """Nobody reads our output any more: that is no failure, but no success either."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(BROKEN_PIPE)
+
+
+class Output(Console):
+    """Writes to the terminal; a closed pipe ends the command as it ends any other one."""
+
+    def on_broken_pipe(self) -> None:
+        _end_quietly()
+
+
+console = Output(highlight=False, soft_wrap=True)
 
 
 class Sentences(click.Group):
@@ -49,8 +65,8 @@ class Sentences(click.Group):
                 raise
             raise click.ClickException(str(error)) from error
         except OSError as error:
-            if error.errno == errno.EPIPE:  # `dflash ... | head`: click ends in silence
-                raise
+            if error.errno == errno.EPIPE:  # `dflash ... | head`: what read is gone
+                _end_quietly()
             place = f": {error.filename}" if error.filename else ""
             raise click.ClickException(f"{error.strerror or error}{place}") from error
 

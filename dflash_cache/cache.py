@@ -55,7 +55,9 @@ class Cache:
         path = Path(path)
         file = path / "manifest.json"
         if not file.is_file():
-            raise UsageError(f"{path} is not a cache: there is no manifest.json in it")
+            check_manifest_not_lost(path)
+            what = "there is no manifest.json in it" if path.is_dir() else "there is no such folder"
+            raise UsageError(f"{path} is not a cache: {what}")
         try:
             text = file.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
@@ -140,10 +142,10 @@ class Cache:
         return shard.decoded(inside, self.codec())
 
     def check_identity(self, wanted: Manifest) -> None:
-        """`DataError` naming the first field in which this cache is not the wanted one."""
+        """`UsageError` naming the first field in which this cache is not the wanted one."""
         for name, have, want in identity_fields(self.manifest, wanted):
             if have != want:
-                raise DataError(
+                raise UsageError(
                     f"this cache was made for {name} {show_value(have)}, not {show_value(want)}; "
                     f"use another --out or the same {name} ({self.path})"
                 )
@@ -231,7 +233,18 @@ def is_cache(path: Path) -> bool:
     # Looked at in this order: another process may create the cache at this very moment.
     if empty or os.path.isfile(path / "manifest.json"):
         return not empty
+    check_manifest_not_lost(path)
     raise UsageError(f"{path} exists and is not a cache; give another --out or remove it")
+
+
+def check_manifest_not_lost(path: Path) -> None:
+    """`DataError` for a folder that was a cache and has lost its manifest."""
+    parts = [name for name in ("shards", "plan.zarr") if (path / name).is_dir()]
+    if parts and not (path / "manifest.json").exists():
+        raise DataError(
+            f"{path / 'manifest.json'}: the manifest of this cache is missing, its {parts[0]} is "
+            "there; copy the manifest from a backup, or extract into another folder"
+        )
 
 
 def _fill_new(

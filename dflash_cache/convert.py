@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from dflash_cache.cache import Cache, Manifest, create_cache
+from dflash_cache.cache import Cache, Manifest, create_cache, is_cache
 from dflash_cache.devices import choose_device
+from dflash_cache.durable import nearest_folder
 from dflash_cache.encoding import Codec, get_encoding
 from dflash_cache.equaliser import Calibration, sample_rows
 from dflash_cache.errors import DataError, UsageError
@@ -74,10 +75,12 @@ def convert(
             f"{missing[0]}); finish its extraction first"
         )
     place = choose_device(device)
+    if not is_cache(destination):
+        _check_space(have, destination, encoding, list(range(have.plan.shards)))
     wanted = _open_destination(have, destination, encoding)
     clean_staging(wanted.staging_dir)
     todo = wanted.missing()
-    _check_space(wanted, todo)
+    _check_space(have, destination, encoding, todo)
     with progress(sum(len(wanted.plan.shard_rows(k)) for k in todo), "convert", "rows") as bar:
         for k in todo:
             _shard(have, wanted, k, place, bar)
@@ -96,8 +99,12 @@ def _open_destination(have: Cache, path: Path, encoding: str) -> Cache:
     )
 
     def save_target(folder: Path) -> None:
-        shutil.copytree(have.target_dir, folder, dirs_exist_ok=True)
-        (folder / EQUALISER).unlink(missing_ok=True)
+        for file in sorted(have.target_dir.rglob("*")):
+            place = folder / file.relative_to(have.target_dir)
+            if file.is_dir():
+                place.mkdir(exist_ok=True)
+            elif file.name != EQUALISER:
+                shutil.copyfile(file, place)
         if wanted.geometry.how.equalised:
             save_channel_scale(folder, _calibrate(have))
 
@@ -116,12 +123,15 @@ def _calibrate(have: Cache) -> torch.Tensor:
     return calibration.result()
 
 
-def _check_space(wanted: Cache, todo: list[int]) -> None:
-    rows = sum(len(wanted.plan.shard_rows(k)) for k in todo)
-    need, free = rows * wanted.geometry.stored_row_bytes, shutil.disk_usage(wanted.path).free
+def _check_space(have: Cache, path: Path, encoding: str, todo: list[int]) -> None:
+    rows = sum(len(have.plan.shard_rows(k)) for k in todo)
+    need = rows * replace(have.geometry, encoding=encoding).stored_row_bytes
+    if not is_cache(path):
+        need += sum(p.stat().st_size for p in have.target_dir.rglob("*") if p.is_file())
+    free = shutil.disk_usage(nearest_folder(path)).free
     if need > free:
         raise UsageError(
-            f"{wanted.path} needs {format_bytes(need)}, but only {format_bytes(free)} are free; "
+            f"{path} needs {format_bytes(need)}, but only {format_bytes(free)} are free; "
             "free space or give another folder"
         )
 

@@ -2,9 +2,11 @@
 
 import errno
 import os
+import re
 import shutil
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -37,6 +39,12 @@ def check_creatable(path: Path) -> None:
         )
 
 
+def nearest_folder(path: Path) -> Path:
+    """The folder itself, or the nearest one above it that is there."""
+    places = (path.absolute(), *path.absolute().parents)
+    return next(place for place in places if os.path.isdir(place))
+
+
 def fsync_path(path: Path) -> None:
     """Flush one file or folder to the disk."""
     handle = os.open(path, os.O_RDONLY)
@@ -60,11 +68,16 @@ def save_tensors(
     """Write a safetensors file with the permissions that any new file gets.
 
     safetensors itself writes files that nobody but their owner may read, so that a drafter trained
-    by one user could not be served by another.
+    by one user could not be served by another. Raises `OSError`, for a full disk too.
     """
     path.touch()
     mode = path.stat().st_mode
-    save_file(tensors, path, metadata=metadata)
+    try:
+        save_file(tensors, path, metadata=metadata)
+    except SafetensorError as error:
+        found = re.search(r"os error (\d+)", str(error))
+        number = int(found[1]) if found else errno.EIO
+        raise OSError(number, os.strerror(number), str(path)) from error
     path.chmod(mode)
 
 

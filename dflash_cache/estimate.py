@@ -1,6 +1,5 @@
 """Know before you start: what an extraction holds, what it takes of the disk, how long it runs."""
 
-import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dflash_cache.corpus import Document
+from dflash_cache.durable import nearest_folder
 from dflash_cache.encoding import Codec
 from dflash_cache.equaliser import batch_arrays
 from dflash_cache.errors import UsageError
@@ -133,12 +133,6 @@ def make_estimate(
 def plan_bytes(plan: Plan) -> int:
     """What `plan.zarr` takes of the disk."""
     return sum(values.nbytes for values in vars(plan).values() if isinstance(values, np.ndarray))
-
-
-def nearest_folder(path: Path) -> Path:
-    """The folder itself, or the nearest one above it that is there."""
-    places = (path.absolute(), *path.absolute().parents)
-    return next(place for place in places if os.path.isdir(place))
 
 
 def check_space(estimate: Estimate, force: bool, report: Callable[[str], None]) -> None:

@@ -52,6 +52,9 @@ def place_of_worker(config: ExtractConfig) -> tuple[int, int]:
     found = [
         (os.environ[r], os.environ[w]) for r, w in names if r in os.environ and w in os.environ
     ]
+    if not found and (config.rank is None) != (config.world is None):
+        given, other = ("rank", "world") if config.world is None else ("world", "rank")
+        raise UsageError(f"--{given} is given without --{other}; give both or neither")
     rank, world = (int(x) for x in (found or [("0", "1")])[0])
     rank = rank if config.rank is None else config.rank
     world = world if config.world is None else config.world

@@ -191,8 +191,9 @@ class Job:
                 self.report(f"warning: {line}")
         self.sink.finish(shard, attributes)
         self.open.remove(shard)
-        self.skipped += shard.skipped
-        self.done.append(shard.number)
+        if shard.writer.published:
+            self.skipped += shard.skipped
+            self.done.append(shard.number)
 
     def _attributes(self, shard: OpenShard) -> dict[str, Any]:
         cuda = self.target.device.type == "cuda"

@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from dflash_cache.cache import Cache
+from dflash_cache.cache import Cache, check_manifest_not_lost
 from dflash_cache.cache_report import CacheReport, render_cache
 from dflash_cache.corpus import load_tokenizer
 from dflash_cache.encoding import SCALES, Codec
@@ -49,6 +49,7 @@ def inspect_shard(path: Path | str, *, tokens: int = 64, tokenizer: Any = None) 
     """
     path = Path(path)
     if not _looks_like_a_shard(path):
+        check_manifest_not_lost(path)
         raise UsageError(f"{path} is neither a shard nor a cache; give the path of one of them")
     place = _find_cache(path)
     report = ShardReport(str(place.path), problems=list(place.problems))

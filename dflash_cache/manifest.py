@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -85,4 +86,6 @@ def identity_fields(have: Manifest, want: Manifest) -> list[tuple[str, Any, Any]
 
 
 def show_value(value: Any) -> str:
+    if isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value):
+        return f"{value[:12]}... (sha256)"
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -17,6 +17,7 @@ import yaml
 from dflash_cache.errors import UsageError
 
 Config = TypeVar("Config")
+COMMAND_LINE = "command line"
 Range = tuple[Callable[[Any], bool], str]  # does it accept the value, and what it accepts in words
 
 
@@ -116,11 +117,16 @@ def build(
         if field.default is dataclasses.MISSING and name not in given:
             raise UsageError(f"{source}: {name} is missing: give --{name.replace('_', '-')}")
     hints = typing.get_type_hints(config)
-    values = {key: _coerce(key, value, hints[key], source) for key, value in given.items()}
+    told = {key for key, value in (overrides or {}).items() if value is not None}
+    values = {
+        key: _coerce(key, value, hints[key], COMMAND_LINE if key in told else source)
+        for key, value in given.items()
+    }
     try:
         return config(**values)
     except UsageError as error:
-        raise UsageError(f"{source}: {error}") from error
+        where = COMMAND_LINE if str(error).split(" ")[0] in told else source
+        raise UsageError(f"{where}: {error}") from error
 
 
 def _refuse_unknown(keys: Iterable[str], known: Iterable[str], source: str) -> None:

@@ -10,11 +10,12 @@ import numpy as np
 import zarr
 
 from dflash_cache.corpus import Document
-from dflash_cache.errors import DataError, UsageError
+from dflash_cache.errors import DataError, UsageError, first_line
 from dflash_cache.packer import pack
 
 TRAIN, HELDOUT = 0, 1
 PLAN_VERSION = 1
+PLAN_ADVICE = "copy it from a backup, or extract into another folder"
 
 
 @dataclass(frozen=True)
@@ -245,7 +246,10 @@ def load_plan(path: Path) -> Plan:
         arrays = {name: np.asarray(group[name][:]) for name in _array_names()}  # type: ignore[index]
         plan = Plan(int(attributes["seq_len"]), int(attributes["rows_per_shard"]), **arrays)  # type: ignore[arg-type]
     except (OSError, KeyError, ValueError, TypeError) as error:
-        raise DataError(f"{path}: the plan cannot be read ({error}); extract again") from error
+        what = f"{error} is missing" if isinstance(error, KeyError) else first_line(error)
+        raise DataError(f"{path}: the plan cannot be read ({what}); {PLAN_ADVICE}") from error
     if plan.digest() != attributes.get("digest"):
-        raise DataError(f"{path}: the plan does not match its own digest; it has been damaged")
+        raise DataError(
+            f"{path}: the plan does not match its own digest, it has been damaged; {PLAN_ADVICE}"
+        )
     return plan

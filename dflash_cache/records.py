@@ -125,7 +125,8 @@ def read_records(path: Path, advance: Callable[[int], object] | None = None) -> 
     that is not UTF-8, broken JSON, a line that is no object, and a file without records.
     """
     if not path.is_file():
-        raise UsageError(f"{path}: there is no such file; give a JSONL file")
+        what = "this is a folder" if path.is_dir() else "there is no such file"
+        raise UsageError(f"{path}: {what}; give a JSONL file")
     found = False
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):

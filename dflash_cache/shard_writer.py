@@ -60,6 +60,7 @@ class ShardWriter:
             self._tokens[SCALES] = np.zeros((rows, geometry.seq_len, geometry.taps), SCALE_DTYPE)
         self._codec = codec or Codec(geometry.encoding)
         self._crcs: dict[int, dict[str, int]] = {}
+        self.published = False
         self._sums = empty_sums(geometry.taps)
         with zarr.config.set(ZARR_SETTINGS):
             self._group = zarr.create_group(store=LocalStore(self.path), zarr_format=3)
@@ -149,7 +150,7 @@ class ShardWriter:
 
         `attributes` (JSON values) are the caller's: shard, row_range, manifest_digest, kernels,
         versions, skipped, ...; counts, crc32c, statistics and the metadata digest are added. If
-        the shard is there already (another worker), it is left as it is.
+        the shard is there already (another worker), it is left as it is, and `published` is false.
         """
         if len(self._crcs) != self.rows:
             gone = sorted(set(range(self.rows)) - self._crcs.keys())
@@ -161,7 +162,7 @@ class ShardWriter:
             complete["metadata_digest"] = metadata_digest(self.path, complete)
             self._group.attrs.update(complete)
         self.final.parent.mkdir(parents=True, exist_ok=True)
-        publish(self.path, self.final)
+        self.published = publish(self.path, self.final)
         return self.final
 
     def _own_attributes(self) -> dict[str, Any]:

@@ -76,7 +76,9 @@ class VerifyReport:
     def render(self) -> str:
         """For a person: what was done; problems, warnings and notes were told when found."""
         lines = [
-            f"{self.path}: {self.present} of {self.shards} shards are there; checked "
+            f"{self.path}: could not be opened; nothing else was checked"
+            if not self.shards
+            else f"{self.path}: {self.present} of {self.shards} shards are there; checked "
             f"{self.rows:,} rows, {self.documents:,} documents, {self.tokens:,} tokens, "
             f"{self.bytes / 2**20:,.1f} MiB in {format_seconds(self.seconds)}"
         ]
@@ -86,6 +88,11 @@ class VerifyReport:
             lines.append(self.recomputed.render())
         count = len(self.problems)
         lines.append(f"{count} problem{'s' * (count > 1)}" if count else "no problems")
+        if count and self.shards:
+            lines.append(
+                "a damaged shard: remove it and run the same `dflash extract` again; anything "
+                "else: copy it from a backup, or extract into another folder"
+            )
         return "\n".join(lines)
 
 

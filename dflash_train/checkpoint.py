@@ -238,10 +238,9 @@ def _replaced(final: Path) -> Iterator[Path]:
         fsync_tree(staging)
         _take_name(staging, final)
     except (SafetensorError, OSError) as error:
-        raise DataError(
-            f"cannot write {final}: {error}; free space there, then --resume goes on from the "
-            "checkpoint before"
-        ) from error
+        before = any(p != final for p in final.parent.glob("step-*"))
+        then = "--resume goes on from the checkpoint before" if before else "start the run anew"
+        raise DataError(f"cannot write {final}: {error}; free space there, then {then}") from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 

@@ -77,7 +77,7 @@ def test_a_manifest_survives_json():
 def test_another_identity_is_refused_naming_the_field_and_both_values(tmp_path, changes, message):
     plan = small_plan()
     create_cache(tmp_path / "hs", manifest_of(plan), plan, save_nothing)
-    with pytest.raises(DataError) as error:
+    with pytest.raises(UsageError) as error:
         create_cache(tmp_path / "hs", manifest_of(plan, **changes), plan, save_nothing)
     assert message in str(error.value)
 

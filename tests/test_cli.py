@@ -238,7 +238,7 @@ def test_a_folder_that_is_no_cache_is_refused(tmp_path):
 def test_a_cache_of_other_taps_is_refused_and_stays_as_it_is(model, data, cache):
     before = contents(cache)
     ran = dflash(*extract_words(model, data, cache, "--taps", "1,2"))
-    assert ran.exit_code == 1
+    assert ran.exit_code == 2
     assert "this cache was made for taps [0, 2], not [1, 2]" in flat(ran.output)
     assert contents(cache) == before
 
@@ -300,3 +300,12 @@ def test_the_installed_entry_point_has_the_same_exit_codes(damaged, tmp_path):
     status, said = code("train", "--cache", tmp_path / "none", "--out", tmp_path / "o")
     assert status == 2
     assert "is not a cache" in flat(said)
+
+
+def test_a_closed_pipe_ends_a_command_as_it_ends_any_other(cache):
+    words = f"{sys.executable} -m cli inspect-shard {cache}"
+    for many in ("", " --json"):
+        script = f"set -o pipefail; {words}{many} | true"
+        ran = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True)
+        assert ran.returncode in (0, 141), ran.stderr
+        assert "Traceback" not in ran.stderr

@@ -139,3 +139,13 @@ def test_the_command_prints_one_json_object(source: Cache, tmp_path: Path):
     again = CliRunner().invoke(main, [*arguments[:-1], "int9", "--device", "cpu"])
     assert again.exit_code == 2
     assert "'int9'" in again.output
+
+
+def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(
+    source: Cache, tmp_path: Path, monkeypatch
+):
+    usage = module.shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(UsageError, match=r"needs .* KiB, but only 1000 bytes are free"):
+        convert(source.path, tmp_path / "d", "fp8", **QUIET)
+    assert not (tmp_path / "d").exists()

@@ -164,13 +164,13 @@ def test_states_do_not_depend_on_the_rows_of_a_batch(model, data, extracted, tmp
     [({"taps": (0, 2)}, "taps"), ({"dtype": "bfloat16"}, "dtype"), ({"heldout": 0.5}, "heldout")],
 )
 def test_another_extraction_into_the_same_cache_is_refused(model, data, extracted, changes, field):
-    with pytest.raises(DataError, match=field):
+    with pytest.raises(UsageError, match=field):
         extract(config(model, data, extracted[0].path, **changes), lambda _: None)
 
 
 def test_another_model_of_the_same_shape_is_refused(model, data, extracted, tmp_path):
     other = tiny_hybrid(tmp_path / "hybrid", tiny_tokenizer(), rms_norm_eps=1e-5)
-    with pytest.raises(DataError, match="model"):
+    with pytest.raises(UsageError, match="model"):
         extract(config(other, data, extracted[0].path), lambda _: None)
 
 
@@ -348,3 +348,11 @@ def test_long_documents_are_cut_and_counted(model, data, tmp_path):
     summary = extract(config(model, data, tmp_path / "hs", seq_len=24), lines.append)
     assert summary.truncated > 0
     assert any(f"{summary.truncated} documents cut to 24 tokens" in line for line in lines)
+
+
+@pytest.mark.parametrize(("given", "other"), [("rank", "world"), ("world", "rank")])
+def test_a_rank_without_a_world_is_refused(model, data, tmp_path, monkeypatch, given, other):
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UsageError, match=f"--{given} is given without --{other}"):
+        place_of_worker(config(model, data, tmp_path, **{given: 1}))

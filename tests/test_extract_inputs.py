@@ -194,18 +194,18 @@ def other_template(model: Path, folder: Path) -> Path:
 )
 def test_other_settings_are_refused_naming_the_field(model, made, changes, field):
     before = sorted(str(p) for p in made.rglob("*"))
-    with pytest.raises(DataError, match=rf"this cache was made for \S*{field}"):
+    with pytest.raises(UsageError, match=rf"this cache was made for \S*{field}"):
         run(model, made / "corpus.jsonl", made / "hs", **changes)
     assert sorted(str(p) for p in made.rglob("*")) == before
 
 
 def test_another_corpus_template_or_model_is_refused_naming_it(model, made, tmp_path):
-    with pytest.raises(DataError, match="this cache was made for corpus"):
+    with pytest.raises(UsageError, match="this cache was made for corpus"):
         run(model, corpus(tmp_path, [20, 25, 31, 9, 14, 28, 29]), made / "hs")
-    with pytest.raises(DataError, match="this cache was made for chat_template"):
+    with pytest.raises(UsageError, match="this cache was made for chat_template"):
         run(other_template(model, tmp_path / "t"), made / "corpus.jsonl", made / "hs")
     other = tiny_hybrid(tmp_path / "m", tiny_tokenizer(), layers=2, rms_norm_eps=1e-5)
-    with pytest.raises(DataError, match=r"this cache was made for model\.\S*config"):
+    with pytest.raises(UsageError, match=r"this cache was made for model\.\S*config"):
         run(other, made / "corpus.jsonl", made / "hs")
 
 
@@ -224,7 +224,7 @@ def test_a_manifest_that_was_edited_is_refused(model, made, copy):
     manifest = copy / "manifest.json"
     text = manifest.read_text()
     manifest.write_text(text.replace('"seq_len": 32', '"seq_len": 48'))
-    with pytest.raises(DataError, match="made for seq_len 48, not 32"):
+    with pytest.raises(UsageError, match="made for seq_len 48, not 32"):
         run(model, made / "corpus.jsonl", copy)
     manifest.write_text(text.replace('"created": "2', '"created": "1'))
     assert "manifest_digest" in Cache.open(copy).verify_shard(0)[0]
@@ -236,7 +236,7 @@ def test_a_manifest_that_was_edited_is_refused(model, made, copy):
 def test_without_its_manifest_a_folder_is_no_cache_and_is_left_alone(model, made, copy):
     (copy / "manifest.json").unlink()
     before = sorted(str(p) for p in copy.rglob("*"))
-    with pytest.raises(UsageError, match="exists and is not a cache"):
+    with pytest.raises(DataError, match="the manifest of this cache is missing"):
         run(model, made / "corpus.jsonl", copy)
     assert sorted(str(p) for p in copy.rglob("*")) == before
 

@@ -209,3 +209,12 @@ def test_an_extraction_reads_its_flags_as_the_yaml_would():
 def test_an_extraction_refuses_what_is_out_of_range(field, value, told):
     with pytest.raises(UsageError, match=told):
         build(ExtractConfig, {**GIVEN, field: value})
+
+
+def test_a_value_from_the_command_line_is_not_blamed_on_the_file():
+    with pytest.raises(UsageError, match=r"^command line: heldout is 2\.0"):
+        build(ExtractConfig, dict(GIVEN), source="a.yaml", overrides={"heldout": 2.0})
+    with pytest.raises(UsageError, match=r"^command line: taps is '0,foo'"):
+        build(ExtractConfig, dict(GIVEN), source="a.yaml", overrides={"taps": "0,foo"})
+    with pytest.raises(UsageError, match=r"^a\.yaml: heldout is 2\.0"):
+        build(ExtractConfig, {**GIVEN, "heldout": 2.0}, source="a.yaml", overrides={"seq_len": 64})

@@ -255,7 +255,7 @@ def test_the_command_ends_with_0_for_a_sound_cache_and_1_for_a_damaged_one(cache
     assert ran.exit_code == 1
     (line,) = [x for x in ran.stdout.splitlines() if "crc32c" in x]
     assert line.startswith(f"{file}: row 0 of states")
-    assert ran.stdout.rstrip().endswith("1 problem")
+    assert "\n1 problem\na damaged shard: remove it" in ran.stdout
 
 
 def test_json_is_alone_on_stdout_and_holds_every_problem(cache):
