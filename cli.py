@@ -137,7 +137,7 @@ def _train_options(command: Callable) -> Callable:
     return config_options(TrainConfig)(command)
 
 
-@main.command()
+@main.command(short_help="Run the target once and cache its hidden states.")
 @_extract_options
 @click.option(
     "--dry-run", is_flag=True, help="Say what it takes of disk and time; write nothing at all."
@@ -176,7 +176,7 @@ def _show(result: Any, as_json: bool) -> None:
         console.print(result.render(), markup=False)
 
 
-@main.command("inspect-shard")
+@main.command("inspect-shard", short_help="Show what is in a shard or in a cache.")
 @click.argument("path", type=PATH)
 @click.option(
     "--tokens",
@@ -217,7 +217,7 @@ def inspect_shard_command(path: Path, tokens: int, picture: Path | None, as_json
         sys.exit(1)
 
 
-@main.command()
+@main.command(short_help="Store a cache in another encoding.")
 @click.argument("source", type=PATH)
 @click.argument("destination", type=PATH)
 @click.option(
@@ -244,7 +244,7 @@ def convert(source: Path, destination: Path, encoding: str, device: str, as_json
         _say(summary.render())
 
 
-@main.command("verify")
+@main.command("verify", short_help="Check every byte of a cache.")
 @click.argument("cache", metavar="DIR", type=PATH)
 @click.option(
     "--recompute",
@@ -283,7 +283,7 @@ def verify_command(cache: Path, as_json: bool, **asked: Any) -> None:
         sys.exit(1)
 
 
-@main.command("doctor")
+@main.command("doctor", short_help="Show what this machine has and what is missing.")
 @click.option("--model", help="A target (folder or hub id): show what would run its layers.")
 @click.option("--revision", help="Revision of a hub id.")
 @click.option("--trust-remote-code", is_flag=True, help="Run code that the model's folder brings.")
@@ -338,7 +338,7 @@ def train(config_file: Path | None, dry_run: bool, as_json: bool, **given: Any) 
         sys.exit(summary.exit_code)
 
 
-@main.command("eval")
+@main.command("eval", short_help="Measure a drafter by exact speculative decoding.")
 @click.option("--model", required=True, help="The target: a folder or a hub id.")
 @click.option("--drafter", required=True, type=EXISTING, help="A drafter's folder.")
 @click.option("--data", required=True, type=EXISTING, help="JSONL of prompts, text or chat.")
@@ -398,7 +398,7 @@ def _prompts(
     return [(p.line, p.input_ids.tolist()) for p in read_prompts(data, tokenizer)][:count]
 
 
-@main.command()
+@main.command(short_help="Run the whole job on a small model that ships with the tool.")
 @click.option("--out", default=Path("demo-run"), show_default=True, type=PATH, help="Run's folder.")
 @click.option("--device", default="auto", show_default=True, help="cuda, cpu or auto.")
 @click.option("--steps", type=click.IntRange(1), help="Training steps.  [default: by device]")
