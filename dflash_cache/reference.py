@@ -60,23 +60,28 @@ def _chunk(part: list[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
     q, k, v, g, beta = part
     decay = (g if g.ndim == k.ndim else g[..., None]).cumsum(2)  # [B, H, c, 1 or dk]
     grown, beta = decay.exp(), beta[..., None]
-    system = beta * _decayed_products(k, k, decay)
+    ratio = _ratios(decay)
+    system = beta * _decayed_products(k, k, ratio)
     wanted = beta * (v - (grown * k) @ state)
     u = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
-    output = (grown * q) @ state + _decayed_products(q, k, decay) @ u
+    output = (grown * q) @ state + _decayed_products(q, k, ratio) @ u
     last = decay[:, :, -1:]
     kept = last.exp().transpose(-1, -2)  # [B, H, 1 or dk, 1]
     return output, kept * state + (k * (last - decay).exp()).transpose(-1, -2) @ u
 
 
-def _decayed_products(a: Tensor, k: Tensor, decay: Tensor) -> Tensor:
-    """[B, H, c, c]: `sum_d a_id e^{decay_id - decay_jd} k_jd` for j <= i, zero for j > i."""
-    size = k.shape[2]
-    later = torch.ones(size, size, dtype=torch.bool, device=k.device).triu(1)
+def _ratios(decay: Tensor) -> Tensor:
+    """`e^{decay_i - decay_j}` for j <= i, zero for j > i: [B, H, c, c, 1 or dk]."""
+    size = decay.shape[2]
+    later = torch.ones(size, size, dtype=torch.bool, device=decay.device).triu(1)
     # Masked before exp: the upper part would overflow.
-    gap = decay[:, :, :, None] - decay[:, :, None]  # [B, H, c, c, 1 or dk]
-    ratio = gap.masked_fill(later[..., None], float("-inf")).exp()
-    if decay.shape[-1] == 1:
+    gap = decay[:, :, :, None] - decay[:, :, None]
+    return gap.masked_fill(later[..., None], float("-inf")).exp()
+
+
+def _decayed_products(a: Tensor, k: Tensor, ratio: Tensor) -> Tensor:
+    """[B, H, c, c]: `sum_d a_id ratio_ijd k_jd`."""
+    if ratio.shape[-1] == 1:
         return (a @ k.transpose(-1, -2)) * ratio[..., 0]
     return torch.einsum("bhid,bhjd,bhijd->bhij", a, k, ratio)
 
