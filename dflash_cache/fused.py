@@ -11,6 +11,7 @@ from importlib import import_module
 import torch
 
 from dflash_cache.errors import UsageError, first_line
+from dflash_cache.tuning import compile_side_by_side
 
 PIP_FLA = "pip install flash-linear-attention"
 # What an import can raise: a missing package, a broken library, a driver that is not there.
@@ -72,6 +73,7 @@ def import_fused(rule: Rule = GATED) -> Fused:
     chunk, recurrent = (
         getattr(fla, f"{kind}_{rule.name}") for kind in ("chunk", "fused_recurrent")
     )
+    compile_side_by_side()
     return Fused(chunk, recurrent, *_load_conv(), rule=rule.name, note=conv_note())
 
 
